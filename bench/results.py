@@ -1,0 +1,133 @@
+"""The compact JSON of a run: what was measured, on what, with one line per figure, so that a diff shows the
+figures.
+
+{"schema": 1, "suite": "delta", "date": "2026-11-30T10:00:00Z", "gpu": "NVIDIA H200", "versions": {"torch": …},
+ "commit": "1a2b3c4", "source": "<hash of the package's files>", "method": …, "tiny": false,
+ "rows": [
+{"op": "delta", "workload": "wo_a-r16-S2-T8", "contender": "ours", "variant": "", "T": 8, …, "us": 3.9,
+ "floor_us": 0.21, "pct_of_floor": 5.5, "bar_us": 3.7, "best_peer": "sglang best", "best_peer_us": 9.0, …}
+]}
+
+us is µs per call; pct_of_floor is 100 · floor / us (100 = at the floor). A row whose `method` differs from
+the run's has one of its own. `variants` holds the figures of every way a contender could do it; `us` is the
+best one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from . import workloads
+from .workloads import Workload
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def gpu_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for name in ("triton", "sglang", "vllm"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+@functools.cache
+def commit() -> str:
+    """The short commit, with `+` where the package differs from it; "unknown" outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "grouped_lora_ops") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def source() -> str:
+    """A hash of the package's sources: says which code ran where there is no git."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "grouped_lora_ops").rglob("*")):
+        if path.suffix in (".py", ".cu", ".cuh", ".json"):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def header(suite: str, method: str, tiny: bool, commit_id: str | None = None) -> dict:
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "gpu": gpu_name(),
+        "versions": versions(),
+        "commit": commit_id or commit(),
+        "source": source(),
+        "method": method,
+        "tiny": tiny,
+    }
+
+
+def row(w: Workload, op: str, contender: str, us: float, **more) -> dict:
+    floor, bar = workloads.floor_us(w, op), workloads.bar_us(w, op)
+    made = {
+        "op": op,
+        "workload": w.name,
+        "contender": contender,
+        "T": w.T,
+        "G": w.G,
+        "D": w.D,
+        "N": list(w.out_sizes) if w.out_sizes else w.N,
+        "rank": w.rank,
+        "slots": w.slots,
+        "active": workloads.batch(w).adapters,
+        "layout": w.layout,
+        "dtype": str(w.dtype).removeprefix("torch."),
+        "us": round(us, 3),
+        "floor_us": round(floor, 3),
+        "pct_of_floor": round(100 * floor / us, 1),
+        "bar_us": None if bar is None else round(bar, 3),
+        "best_peer": w.best_peer if op == "delta" else None,
+        "best_peer_us": w.peers[w.best_peer] if op == "delta" and w.best_peer else None,
+    }
+    rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in more.items()}
+    return made | {key: value for key, value in rounded.items() if value not in (None, "", {})}
+
+
+def write(path: Path, head: dict, rows: list[dict]) -> None:
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    body = json.dumps(head, ensure_ascii=False)[:-1] + ', "rows": [\n' + lines + "\n]}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(body, encoding="utf-8")
+
+
+def read(path: Path) -> dict:
+    run = json.loads(path.read_text(encoding="utf-8"))
+    if run.get("schema") != SCHEMA:
+        raise ValueError(f"{path.name}: schema {run.get('schema')!r}, this version reads {SCHEMA}")
+    return run
+
+
+def committed(folder: Path = RESULTS) -> list[dict]:
+    """Every run on a GPU, oldest first."""
+    runs = [read(path) for path in sorted(folder.rglob("*.json"))]
+    return sorted((run for run in runs if not run["tiny"]), key=lambda run: run["date"])
