@@ -176,7 +176,7 @@ def _error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @pytest.fixture(scope="session")

@@ -190,6 +190,21 @@ def _delta_loop(inputs: Inputs) -> list[Call]:
     return [lambda t=t: call(t) for t in inputs.sets]
 
 
+def _delta_loop_copy(inputs: Inputs) -> list[Call]:
+    """A loop over adapters that gathers out's rows too, adds in the product, and copies them back: no atomics."""
+    w, groups = inputs.w, Rows.of(inputs)
+    if _one_adapter_for_all(inputs) or not groups.slots or w.T < GATHER_UP_TO:
+        return []
+
+    def call(t):
+        for slot, rows, scaling in zip(groups.slots, groups.rows, groups.scalings, strict=True):
+            h, out = shrink_one(t["x"].index_select(0, rows), t["lora_a"][slot], w), t["out"].index_select(0, rows)
+            add_expand_one(out, h, t["lora_b"][slot], scaling, w)
+            t["out"].index_copy_(0, rows, out)
+
+    return [lambda t=t: call(t) for t in inputs.sets]
+
+
 def _gather_shrink(x: Tensor, a: Tensor, w: Workload) -> Tensor:
     """h from a copy of A per token: a [T, r, D] or [T, G, r, D]."""
     if w.layout == "grouped":
@@ -393,7 +408,13 @@ def _plan_sort(inputs: Inputs) -> list[Call]:
 
 
 _TORCH = {
-    "delta": {"bmm": _delta_bmm, "gather": _delta_gather, "loop": _delta_loop, "gmm": _delta_gmm},
+    "delta": {
+        "bmm": _delta_bmm,
+        "gather": _delta_gather,
+        "loop": _delta_loop,
+        "loop_copy": _delta_loop_copy,
+        "gmm": _delta_gmm,
+    },
     "shrink": {"bmm": _shrink_bmm, "gather": _shrink_gather, "loop": _shrink_loop},
     "expand": {"bmm": _expand_bmm, "gather": _expand_gather, "loop": _expand_loop},
     "plan": {"sort": _plan_sort},

@@ -273,6 +273,7 @@ def _sglang(peer: SimpleNamespace, inputs: Inputs) -> dict[str, list[Callable]]:
     return made
 
 
+# the peer's own defaults
 _A_TILES = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 3}
 _B_TILES = {"BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 2}
 

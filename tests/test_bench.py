@@ -111,6 +111,48 @@ def test_host_us_times_every_call():
     assert len(calls) == 14 and 0 < least <= median
 
 
+# --- the exactness gate ---
+
+
+def gate(monkeypatch, ours) -> str | None:
+    """What the gate says of `ours(t, shared, reference)`, which updates t["out"]."""
+    from bench import contenders
+    from bench.conftest import Case
+
+    def variant(inputs, is_reference):
+        reference, (t,), s = contenders.ours_library().reference, inputs.sets, inputs.shared
+        way = ours if not is_reference else right_way
+        return [lambda: way(t, s, reference)]
+
+    monkeypatch.setitem(contenders._OURS, "delta", variant)
+    w = workloads.Workload("w", 8, 2048, 64, 16, 2)
+    return Case(w, "delta", torch.device("cpu"), tiny=False).mismatch
+
+
+def right_way(t, s, reference):
+    reference.delta_(t["out"], t["x"], t["lora_a"], t["lora_b"], s["adapter_ids"], s["scalings"])
+
+
+def test_the_gate_passes_what_is_right(monkeypatch):
+    assert gate(monkeypatch, right_way) is None
+
+
+def test_the_gate_notices_an_h_rounded_to_bf16(monkeypatch):
+    def rounds_h(t, s, reference):
+        h = reference.shrink(t["x"], t["lora_a"], s["adapter_ids"]).bfloat16().float()
+        reference.expand_(t["out"], h, t["lora_b"], s["adapter_ids"], s["scalings"])
+
+    assert "entries, the first at" in gate(monkeypatch, rounds_h)
+
+
+def test_the_gate_notices_a_missing_scaling(monkeypatch):
+    def unscaled(t, s, reference):
+        ones = torch.ones_like(s["scalings"])
+        reference.delta_(t["out"], t["x"], t["lora_a"], t["lora_b"], s["adapter_ids"], ones)
+
+    assert "entries, the first at" in gate(monkeypatch, unscaled)
+
+
 # --- results and report ---
 
 
