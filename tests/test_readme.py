@@ -1,0 +1,57 @@
+"""What README.md shows works as it stands."""
+
+import json
+import re
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+import grouped_lora_ops as gl
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
+
+
+def test_the_usage_example_runs_and_means_what_it_says():
+    torch.manual_seed(0)
+    names = {}
+    exec(BLOCKS[0], names)
+    x, a, b, adapter_ids, scalings = (names[name] for name in ("x", "a", "b", "adapter_ids", "scalings"))
+    delta = torch.zeros(7, 32)
+    for t, l in enumerate(adapter_ids.tolist()):
+        if l >= 0:
+            delta[t] = scalings[l] * (b[l] @ (a[l] @ x[t]))
+    torch.testing.assert_close(gl.delta(x, a, b, adapter_ids, scalings), delta)
+    assert names["xg"].shape == (7, 4, 64) and names["y"].shape == (7, 48)
+
+
+def test_the_adapter_example_runs(tmp_path):
+    path = tmp_path / "adapter"
+    path.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_a_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.o_a_proj.lora_{}.weight"
+    factors = {name.format("A"): torch.ones(2, 16), name.format("B"): torch.ones(8 * 3, 2)}
+    safetensors.torch.save_file(factors, path / "adapter_model.safetensors")
+    names = {"torch": torch, "paths": [path], "device": "cpu"}
+    exec(BLOCKS[1], names)
+    assert names["lora_b"].shape == (1, 4, 3, 2)
+
+
+def test_environment_variables_and_commands_exist():
+    package = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "grouped_lora_ops").rglob("*.py"))
+    named = set(re.findall(r"GROUPED_LORA_[A-Z_]+", TEXT))
+    assert named == set(re.findall(r"GROUPED_LORA_[A-Z_]+", package))
+    for command in re.findall(r"^python3 bootstrap\.py (?!-)(\S+)", TEXT, flags=re.M):
+        assert (ROOT / command).is_file()
+
+
+def test_every_op_is_in_the_table_with_its_arguments():
+    for name in ("delta", "delta_", "shrink", "expand", "expand_", "plan"):
+        (row,) = re.findall(rf"^\| `{name}\(([^)]*)\)`", TEXT, flags=re.M)
+        schema = getattr(torch.ops.grouped_lora, name).default._schema
+        shown = [argument.split("=")[0] for argument in row.split(", ") if argument not in ("*", "…")]
+        arguments = [argument.name for argument in schema.arguments]
+        assert shown == (arguments if "…" not in row else arguments[: len(shown)])
