@@ -1,0 +1,301 @@
+"""The argument checks and their sentences. They read shapes, strides, dtypes and devices, never device memory.
+
+Every sentence has one form: `grouped_lora.<op>: <argument> must be <what>; got <what it was>.`
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHECK_IDS = os.environ.get("GROUPED_LORA_CHECK", "0") == "1"
+
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CPU_DTYPES = (*_GPU_DTYPES, torch.float64)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+class Dims(NamedTuple):
+    """The sizes of one dense problem."""
+
+    tokens: int  # T
+    groups: int  # G: groups of h and of the output; 1 where neither has a group axis
+    in_features: int  # D
+    out_features: int  # N of one group; ΣN with out_sizes
+    rank: int  # r
+    slots: int  # L
+    h_grouped: bool  # h has a group axis
+    y_grouped: bool  # y is [T, G, N]; False: [T, N] or [T, ΣN]
+    out_sizes: tuple | None
+
+
+def fail(op: str, name: str, must: str, got) -> None:
+    raise ValueError(f"grouped_lora.{op}: {name} must be {must}; got {got}.")
+
+
+def shape(t: Tensor) -> str:
+    return str(list(t.shape))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_types(op: str, required: dict, optional: dict) -> None:
+    """TypeError unless every required argument is a Tensor and every optional one a Tensor or None."""
+    for name, value in required.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"grouped_lora.{op}: {name} must be a torch.Tensor; got {type(value).__name__}.")
+    for name, value in optional.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"grouped_lora.{op}: {name} must be a torch.Tensor or None; got {type(value).__name__}.")
+
+
+def out_sizes_type(op: str, out_sizes) -> None:
+    if out_sizes is not None and not isinstance(out_sizes, (list, tuple)):
+        raise TypeError(f"grouped_lora.{op}: out_sizes must be a list of int or None; got {type(out_sizes).__name__}.")
+
+
+def _device(op: str, first_name: str, first: Tensor, **others: Tensor | None) -> None:
+    for name, t in others.items():
+        if t is not None and t.device != first.device:
+            fail(op, name, f"on {first.device} like {first_name}", t.device)
+
+
+def _float(op: str, name: str, t: Tensor) -> None:
+    allowed = _CPU_DTYPES if t.device.type == "cpu" else _GPU_DTYPES
+    if t.dtype not in allowed:
+        names = [dtype_name(d) for d in allowed]
+        fail(op, name, f"{', '.join(names[:-1])} or {names[-1]} on {t.device.type}", dtype_name(t.dtype))
+
+
+def _same_dtype(op: str, name: str, t: Tensor, like_name: str, like: Tensor) -> None:
+    if t.dtype != like.dtype:
+        fail(op, name, f"{dtype_name(like.dtype)} like {like_name}", dtype_name(t.dtype))
+
+
+def _ids(op: str, adapter_ids: Tensor, tokens, token_name: str, token_tensor: Tensor) -> None:
+    if adapter_ids.dtype not in _ID_DTYPES:
+        fail(op, "adapter_ids", "int32 or int64", dtype_name(adapter_ids.dtype))
+    if adapter_ids.dim() != 1 or adapter_ids.shape[0] != tokens:
+        fail(op, "adapter_ids", f"[{tokens}] to match {token_name} {shape(token_tensor)}", shape(adapter_ids))
+
+
+def _slots(op: str, slots, name: str, stacked: Tensor, scalings: Tensor | None, ranks: Tensor | None) -> None:
+    if scalings is not None:
+        if scalings.dtype != torch.float32:
+            fail(op, "scalings", "float32", dtype_name(scalings.dtype))
+        if scalings.dim() != 1 or scalings.shape[0] != slots:
+            fail(op, "scalings", f"[{slots}] to match {name} {shape(stacked)}", shape(scalings))
+    if ranks is not None:
+        if ranks.dtype != torch.int32:
+            fail(op, "ranks", "int32", dtype_name(ranks.dtype))
+        if ranks.dim() != 1 or ranks.shape[0] != slots:
+            fail(op, "ranks", f"[{slots}] to match {name} {shape(stacked)}", shape(ranks))
+
+
+def _plan(op: str, plan: Tensor | None, tokens, slots) -> None:
+    if plan is None:
+        return
+    if plan.dtype != torch.int32:
+        fail(op, "plan", "int32", dtype_name(plan.dtype))
+    if plan.dim() != 1 or plan.shape[0] != tokens + slots + 2:
+        fail(
+            op,
+            "plan",
+            f"[{tokens + slots + 2}] = T + L + 2 for T = {tokens} rows and L = {slots} slots, from grouped_lora.plan",
+            shape(plan),
+        )
+    if plan.stride(0) != 1:
+        fail(op, "plan", "contiguous", f"stride {plan.stride(0)}")
+
+
+def _x_and_a(op: str, x: Tensor, lora_a: Tensor) -> None:
+    if x.dim() not in (2, 3):
+        fail(op, "x", "[T, D] or [T, G, D]", shape(x))
+    _float(op, "x", x)
+    _same_dtype(op, "lora_a", lora_a, "x", x)
+    features = x.shape[-1]
+    if lora_a.dim() not in (3, 4) or lora_a.shape[-1] != features:
+        form = f"[L, r, {features}]" if lora_a.dim() != 4 else f"[L, G, r, {features}]"
+        fail(op, "lora_a", f"{form} to match x {shape(x)}", shape(lora_a))
+    if x.dim() == 3 and lora_a.dim() == 4 and lora_a.shape[1] != x.shape[1]:
+        fail(op, "lora_a", f"[L, {x.shape[1]}, r, {features}] to match x {shape(x)}", shape(lora_a))
+
+
+def _b(op: str, lora_b: Tensor, h_name: str, h: Tensor, groups, h_grouped: bool, rank, out_sizes) -> None:
+    """lora_b against h (or what makes h): its form, groups and rank."""
+    if out_sizes is not None:
+        if len(out_sizes) == 0:
+            fail(op, "out_sizes", "at least one slice", "[]")
+        if any(size < 0 for size in out_sizes):
+            fail(op, "out_sizes", "sizes of zero or more", list(out_sizes))
+        if h_grouped and len(out_sizes) != groups:
+            fail(op, "out_sizes", f"{groups} sizes, one for each group of {h_name} {shape(h)}", list(out_sizes))
+        total = sum(out_sizes)
+        if lora_b.dim() != 3 or lora_b.shape[1] != total or lora_b.shape[2] != rank:
+            fail(op, "lora_b", f"[L, {total}, {rank}] to match out_sizes {list(out_sizes)} and {h_name} {shape(h)}", shape(lora_b))
+    elif h_grouped:
+        if lora_b.dim() != 4 or lora_b.shape[1] != groups or lora_b.shape[3] != rank:
+            fail(op, "lora_b", f"[L, {groups}, N, {rank}] to match {h_name} {shape(h)}", shape(lora_b))
+    elif lora_b.dim() not in (3, 4) or lora_b.shape[-1] != rank:
+        fail(op, "lora_b", f"[L, N, {rank}] or [L, G, N, {rank}] to match {h_name} {shape(h)}", shape(lora_b))
+
+
+def _output(op: str, name: str, t: Tensor, dims: Dims, like_name: str, like: Tensor) -> None:
+    _same_dtype(op, name, t, like_name, like)
+    wanted = [dims.tokens, dims.groups, dims.out_features] if dims.y_grouped else [dims.tokens, dims.out_features]
+    if list(t.shape) != wanted:
+        fail(op, name, f"{wanted} to match {like_name} {shape(like)}", shape(t))
+
+
+def _dims(tokens, groups, in_features, rank, h_grouped: bool, lora_b: Tensor, out_sizes) -> Dims:
+    y_grouped = lora_b.dim() == 4
+    return Dims(
+        tokens=tokens,
+        groups=lora_b.shape[1] if y_grouped else groups,
+        in_features=in_features,
+        out_features=lora_b.shape[2] if y_grouped else lora_b.shape[1],
+        rank=rank,
+        slots=lora_b.shape[0],
+        h_grouped=h_grouped,
+        y_grouped=y_grouped,
+        out_sizes=None if out_sizes is None else tuple(out_sizes),
+    )
+
+
+def shrink(op: str, x, lora_a, adapter_ids, ranks, plan) -> Dims:
+    _x_and_a(op, x, lora_a)
+    tokens, slots = x.shape[0], lora_a.shape[0]
+    _ids(op, adapter_ids, tokens, "x", x)
+    _slots(op, slots, "lora_a", lora_a, None, ranks)
+    _plan(op, plan, tokens, slots)
+    _device(op, "x", x, lora_a=lora_a, adapter_ids=adapter_ids, ranks=ranks, plan=plan)
+    h_grouped = x.dim() == 3 or lora_a.dim() == 4
+    groups = x.shape[1] if x.dim() == 3 else lora_a.shape[1] if lora_a.dim() == 4 else 1
+    return Dims(tokens, groups, x.shape[-1], 0, lora_a.shape[-2], slots, h_grouped, False, None)
+
+
+def expand(op: str, h, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan, out=None) -> Dims:
+    if h.dim() not in (2, 3):
+        fail(op, "h", "[T, r] or [T, G, r]", shape(h))
+    _float(op, "lora_b", lora_b)
+    h_dtype = torch.float64 if lora_b.dtype == torch.float64 else torch.float32
+    if h.dtype != h_dtype:
+        fail(op, "h", dtype_name(h_dtype), dtype_name(h.dtype))
+    tokens, rank, h_grouped = h.shape[0], h.shape[-1], h.dim() == 3
+    groups = h.shape[1] if h_grouped else 1
+    _b(op, lora_b, "h", h, groups, h_grouped, rank, out_sizes)
+    dims = _dims(tokens, groups, 0, rank, h_grouped, lora_b, out_sizes)
+    _ids(op, adapter_ids, tokens, "h", h)
+    _slots(op, dims.slots, "lora_b", lora_b, scalings, ranks)
+    _plan(op, plan, tokens, dims.slots)
+    _device(
+        op, "h", h, lora_b=lora_b, adapter_ids=adapter_ids, scalings=scalings, base=base, out=out, ranks=ranks, plan=plan
+    )
+    for name, t in (("base", base), ("out", out)):
+        if t is not None:
+            _output(op, name, t, dims, "lora_b", lora_b)
+    if out is not None:
+        _in_place(op, out, h=h, lora_b=lora_b)
+    return dims
+
+
+def delta(op: str, x, lora_a, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan, out=None) -> Dims:
+    _x_and_a(op, x, lora_a)
+    _same_dtype(op, "lora_b", lora_b, "x", x)
+    tokens, rank, slots = x.shape[0], lora_a.shape[-2], lora_a.shape[0]
+    h_grouped = x.dim() == 3 or lora_a.dim() == 4
+    groups = x.shape[1] if x.dim() == 3 else lora_a.shape[1] if lora_a.dim() == 4 else 1
+    h_name, h = ("x", x) if x.dim() == 3 else ("lora_a", lora_a)
+    _b(op, lora_b, h_name, h, groups, h_grouped, rank, out_sizes)
+    if lora_b.shape[0] != slots:
+        fail(op, "lora_b", f"of {slots} slots like lora_a {shape(lora_a)}", shape(lora_b))
+    dims = _dims(tokens, groups, x.shape[-1], rank, h_grouped, lora_b, out_sizes)
+    _ids(op, adapter_ids, tokens, "x", x)
+    _slots(op, slots, "lora_a", lora_a, scalings, ranks)
+    _plan(op, plan, tokens, slots)
+    _device(
+        op,
+        "x",
+        x,
+        lora_a=lora_a,
+        lora_b=lora_b,
+        adapter_ids=adapter_ids,
+        scalings=scalings,
+        base=base,
+        out=out,
+        ranks=ranks,
+        plan=plan,
+    )
+    for name, t in (("base", base), ("out", out)):
+        if t is not None:
+            _output(op, name, t, dims, "x", x)
+    if out is not None:
+        _in_place(op, out, x=x, lora_a=lora_a, lora_b=lora_b)
+    return dims
+
+
+def plan(op: str, adapter_ids: Tensor, num_slots: int) -> None:
+    if adapter_ids.dtype not in _ID_DTYPES:
+        fail(op, "adapter_ids", "int32 or int64", dtype_name(adapter_ids.dtype))
+    if adapter_ids.dim() != 1:
+        fail(op, "adapter_ids", "[T]", shape(adapter_ids))
+    if num_slots < 0:
+        fail(op, "num_slots", "zero or more", num_slots)
+
+
+def id_values(op: str, adapter_ids: Tensor, slots: int, ranks: Tensor | None = None, rank: int = 0) -> None:
+    """ValueError for ids outside −1 … L−1 and ranks outside 0 … r. Reads the values: on a GPU this synchronises."""
+    if adapter_ids.numel():
+        low, high = (int(v) for v in torch.aminmax(adapter_ids))
+        if low < -1 or high >= slots:
+            fail(op, "adapter_ids", f"-1 (no adapter) or a slot 0 … {slots - 1}", low if low < -1 else high)
+    if ranks is not None and ranks.numel():
+        low, high = (int(v) for v in torch.aminmax(ranks))
+        if low < 0 or high > rank:
+            fail(op, "ranks", f"0 … {rank}, the rank of the stacked factors", low if low < 0 else high)
+
+
+def _in_place(op: str, out: Tensor, **operands: Tensor) -> None:
+    functional = op.rstrip("_")
+    if torch.is_grad_enabled():
+        for name, t in (("out", out), *operands.items()):
+            if t.requires_grad:
+                raise ValueError(
+                    f"grouped_lora.{op}: {name} must not require grad, the op works in place; use "
+                    f"grouped_lora.{functional} with base=out, or call it under torch.no_grad()."
+                )
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
+        fail(op, "out", "a tensor whose elements have memory of their own", f"strides {list(out.stride())}")
+    if torch.compiler.is_compiling() or isinstance(out, torch._subclasses.FakeTensor):
+        return  # a traced tensor has no address to compare
+    for name, t in operands.items():
+        if overlaps(out, t):
+            fail(op, "out", f"memory apart from {name}", f"an out that overlaps {name}")
+
+
+def overlaps(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share an element: False is certain, True errs for interleaved exotic strides.
+
+    Column slices of one buffer (equal row strides, disjoint columns) are recognised as apart.
+    """
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    start_a, start_b = a.data_ptr(), b.data_ptr()
+    end_a, end_b = start_a + _span(a), start_b + _span(b)
+    if end_a <= start_b or end_b <= start_a:
+        return False
+    row = a.stride(0) * a.element_size()
+    if row == 0 or row != b.stride(0) * b.element_size():
+        return True
+    offset = (start_b - start_a) % row  # where b's rows begin, relative to a's
+    return _span(a[0]) > offset or offset + _span(b[0]) > row
+
+
+def _span(t: Tensor) -> int:
+    """Bytes from the first element to past the last."""
+    return (sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) + 1) * t.element_size()

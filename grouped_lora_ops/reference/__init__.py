@@ -1,0 +1,24 @@
+"""Every formula of the library in plain PyTorch: the specification, the CPU implementation and the tests' oracle.
+
+`grouped_lora_ops.reference.<op>` has the signature and the rounding points of the op of the same name. Sums run in
+float32 (float64 where the operands are float64), the result is rounded once.
+"""
+
+from .delta import delta, delta_, delta_backward
+from .expand import expand, expand_, expand_backward
+from .plan import plan
+from .shrink import shrink, shrink_backward
+from .wgrad import wgrad
+
+__all__ = [
+    "delta",
+    "delta_",
+    "delta_backward",
+    "expand",
+    "expand_",
+    "expand_backward",
+    "plan",
+    "shrink",
+    "shrink_backward",
+    "wgrad",
+]
