@@ -1,0 +1,27 @@
+"""Grouped LoRA operators, exact and fast: fused Triton kernels as torch ops, with a plain-PyTorch reference for each.
+
+Importing the package registers `torch.ops.grouped_lora.*`; the functions here are those ops with documented signatures.
+"""
+
+from . import reference
+from .plan import PlanView, refill
+from .plan import view as plan_view
+from .ops import delta, delta_, expand, expand_, plan, shrink  # noqa: I001 (the op `plan` shadows the module)
+from .warmup import Shape, warmup
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PlanView",
+    "Shape",
+    "delta",
+    "delta_",
+    "expand",
+    "expand_",
+    "plan",
+    "plan_view",
+    "reference",
+    "refill",
+    "shrink",
+    "warmup",
+]

@@ -1,0 +1,195 @@
+"""y = base + scaling · h Bᵀ: a program per (tile of rows, block of N, group)."""
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import ExpandConfig
+from .shrink import strides
+from .tile import dot_split, launch, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
+
+
+@triton.jit
+def finish(acc, scaling, base_tile, HAS_BASE: tl.constexpr, OUT: tl.constexpr):
+    """scaling · acc, added to base in float32 and rounded once; where it is zero base keeps its bits (−0.0 too)."""
+    delta = acc * scaling
+    if HAS_BASE:
+        total = tl.fma(acc, scaling, base_tile.to(tl.float32)).to(OUT)
+        return tl.where(delta == 0, base_tile, total)
+    else:
+        return delta.to(OUT)
+
+
+@triton.jit(do_not_specialize=("T", "L", "N", "R", "ids_stride", "h_c", "h_t", "h_g", "b_l", "b_g", "b_n", "b_r", "b_s",
+                               "o_t", "o_g", "o_n", "p_t", "p_g", "p_n"),
+            do_not_specialize_on_alignment=("ids", "plan", "ranks", "scalings"))  # fmt: skip
+def expand_kernel(
+    h, b, base, out, ids, plan, ranks, scalings,
+    T: "i32", L: "i32", N: "i32", R: "i32", ids_stride: "i64",
+    h_c: "i64", h_t: "i64", h_g: "i64", b_l: "i64", b_g: "i64", b_n: "i64", b_r: "i64",
+    p_t: "i64", p_g: "i64", p_n: "i64", o_t: "i64", o_g: "i64", o_n: "i64",
+    SIZES: tl.constexpr, SUM_GROUPS: tl.constexpr, CHUNKS: tl.constexpr, COPY: tl.constexpr, MODE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
+    B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h's axes (chunk, t, g, r) with unit last stride, b's (l, g, n, r), base's and out's (t, g, n).
+
+    CHUNKS: h is the sum of so many partial sums, added in order. SUM_GROUPS: y sums over so many groups of h and b.
+    SIZES: group g is that slice of b's and out's N axis. COPY: rows without an adapter are written too (base or zeros).
+    """
+    if SIZES is None:
+        n_blocks = tl.cdiv(N * O_VEC, BLOCK_N)
+        tile = tl.program_id(0) // n_blocks
+        n_block = tl.program_id(0) % n_blocks
+        group = tl.program_id(1)
+        n_start = 0
+        n_size = N * O_VEC
+    else:
+        all_blocks = 0
+        for i in tl.static_range(len(SIZES)):
+            all_blocks += (SIZES[i] * O_VEC + BLOCK_N - 1) // BLOCK_N
+        tile = tl.program_id(0) // all_blocks
+        n_block = tl.program_id(0) % all_blocks
+        group = 0
+        skipped = 0
+        for i in tl.static_range(len(SIZES)):
+            skipped += (SIZES[i] * O_VEC + BLOCK_N - 1) // BLOCK_N
+            group += (n_block >= skipped).to(tl.int32)
+        before = 0
+        for i in tl.static_range(len(SIZES)):
+            before += tl.where(i < group, (SIZES[i] * O_VEC + BLOCK_N - 1) // BLOCK_N, 0)
+        n_block -= before
+        start_v, size_v = slice_bounds(group, SIZES)
+        n_start = start_v * O_VEC
+        n_size = size_v * O_VEC
+    slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M, BLOCK_T, BLOCK_L)
+    if slot > L or (slot == L and not COPY):
+        if PDL:  # a program may not end before the shrink has: what follows in the stream waits for this kernel alone
+            tl.extra.cuda.gdc_wait()
+        return
+    if O_UNIT == 2:
+        o_n = 1
+        p_n = 1
+    if B_UNIT == 3:
+        b_r = 1
+        b_n = b_n * B_VEC
+    elif B_UNIT == 2:
+        b_n = 1
+        b_r = b_r * B_VEC
+    n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_in = n < n_size
+    wide_rows = rows.to(tl.int64)
+    out_group = group
+    if SIZES is not None:
+        out_group = 0
+    o_ptrs = out + wide_rows[:, None] * (o_t * O_VEC) + out_group * (o_g * O_VEC) + (n_start + n)[None, :] * o_n
+    write = active
+    if COPY:
+        write = inside
+    mask = write[:, None] & n_in[None, :]
+    OUT: tl.constexpr = out.dtype.element_ty
+    base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
+    HAS_BASE: tl.constexpr = base is not None
+    if HAS_BASE:
+        p_ptrs = base + wide_rows[:, None] * (p_t * O_VEC) + out_group * (p_g * O_VEC) + (n_start + n)[None, :] * p_n
+        base_tile = tl.load(p_ptrs, mask=mask, other=0.0)
+    if slot == L:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        tl.store(o_ptrs, base_tile, mask=mask)
+        return
+    rank = R
+    if ranks is not None:
+        rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
+    scaling = 1.0
+    if scalings is not None:
+        scaling = tl.load(scalings + slot)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    lanes = tl.arange(0, BLOCK_R)
+    b_group = group
+    if SIZES is not None:
+        b_group = 0
+    b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + b_group * (b_g * B_VEC) + (n_start + n)[None, :] * b_n
+    for s in range(SUM_GROUPS):
+        for r0 in range(0, rank, BLOCK_R):
+            r = r0 + lanes
+            load_rank = rank
+            if B_UNIT == 3:
+                load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
+            b_ptrs = b_base + s * (b_g * B_VEC) + r[:, None] * b_r
+            b_tile = tl.load(b_ptrs, mask=(r < load_rank)[:, None] & n_in[None, :], other=0.0)
+            if B_UNIT == 3:
+                b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
+            if PDL and r0 == 0:
+                tl.extra.cuda.gdc_wait()
+            h_ptrs = h + wide_rows[:, None] * h_t + (group + s) * h_g + r[None, :]
+            h_mask = active[:, None] & (r < rank)[None, :]
+            h_tile = tl.load(h_ptrs, mask=h_mask, other=0.0)
+            for c in tl.static_range(1, CHUNKS):
+                h_tile += tl.load(h_ptrs + c * h_c, mask=h_mask, other=0.0)
+            high = split_high(h_tile, OUT)
+            acc = dot_split(high, split_low(h_tile, high), b_tile, acc, PRECISION)
+    if PDL and rank == 0:
+        tl.extra.cuda.gdc_wait()
+    y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
+    tl.store(o_ptrs, y, mask=mask)
+
+
+def expand(
+    name: str,
+    h: Tensor,  # [chunks, T, G or 1, r] float32 with unit last stride
+    b: Tensor,  # [L, G or 1, N, r]
+    base: Tensor | None,  # [T, G, N]
+    out: Tensor,  # [T, G, N]
+    ids: Tensor,
+    plan: Tensor | None,
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    sizes: tuple | None,
+    sum_groups: int,
+    copy: bool,
+    config: ExpandConfig,
+) -> None:
+    """Write out = base + scaling · h Bᵀ; base may be out itself. b's dtype is out's."""
+    tokens, groups, features = out.shape
+    slots, rank = b.shape[0], h.shape[3]
+    b_unit, o_unit = unit_axis(b, 3, 2), unit_axis(out, 2)
+    if base is not None and base.stride(2) != 1:
+        o_unit = -1
+    o_vec = vector_width(out, o_unit, features)
+    if base is not None:
+        o_vec = math.gcd(o_vec, vector_width(base, o_unit, features))
+    b_vec = vector_width(b, b_unit, rank if b_unit == 3 else features)
+    if b_unit == 2:
+        o_vec = b_vec = math.gcd(o_vec, b_vec)
+    slices, n_blocks = None, triton.cdiv(features, config.block_n)
+    if sizes is not None:
+        o_vec = math.gcd(o_vec, *sizes)
+        if b_unit == 2:
+            b_vec = o_vec
+        slices = tuple([size // o_vec for size in sizes])
+        n_blocks = sum([triton.cdiv(size, config.block_n) for size in sizes])
+    bs, os_ = strides(b, b_unit, b_vec), strides(out, o_unit, o_vec)
+    ps = os_ if base is None else strides(base, o_unit, o_vec)
+    launch(
+        name,
+        expand_kernel,
+        (config.tiles * n_blocks, groups, 1),
+        (
+            h, b, base, out, ids, plan, ranks, scalings,
+            tokens, slots, features // o_vec, rank, ids.stride(0),
+            h.stride(0), h.stride(1), 0 if h.shape[2] == 1 else h.stride(2),
+            bs[0], 0 if b.shape[1] == 1 else bs[1], bs[2], bs[3],
+            *ps, *os_,
+        ),
+        (
+            slices, sum_groups, h.shape[0], copy, config.mode, config.block_m, config.block_n, config.rank_block,
+            config.block_t, config.block_l, b_vec, b_unit, o_vec, o_unit, config.precision, config.pdl,
+        ),
+        config.num_warps,
+        config.num_stages,
+        config.pdl,
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""What every kernel shares: finding a tile's rows, dots with the library's precision, addressing, and the launch.
+
+Addressing: strides reach a kernel divided by a tensor's vector width (a constexpr) and are multiplied back, so that
+Triton knows their divisibility without specialising on their values: one compiled kernel serves every size.
+"""
+
+
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+SINGLE = tl.constexpr(0)  # one slot: tiles are runs of rows, ids mask them
+SCAN = tl.constexpr(1)  # few rows: every program sorts adapter_ids itself, no plan is needed or read
+PLAN = tl.constexpr(2)  # the plan lists the rows slot by slot
+
+
+@triton.jit
+def pick_tile(cumulative, tiles, tile, lanes):
+    """(slot, tile index inside the slot) of a tile, from the slots' tile counts and their running sum."""
+    slot = tl.sum((cumulative <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(lanes == slot, cumulative - tiles, 0), 0)
+    return slot, tile - before
+
+
+@triton.jit
+def tile_rows(
+    tile, ids, plan, T, L, ids_stride,
+    MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """The rows of one tile: (slot, rows [BLOCK_M], inside [BLOCK_M], active [BLOCK_M]).
+
+    slot: the adapter of the tile; L for rows without an adapter; more than L for a tile that has no rows.
+    inside: lanes that hold a row at all. active: lanes whose row has the tile's adapter.
+    Rows of one slot keep their order. Ids and plan entries outside their range never lead outside T rows.
+    """
+    lane = tl.arange(0, BLOCK_M)
+    if MODE == SINGLE:
+        rows = tile * BLOCK_M + lane
+        inside = rows < T
+        active = (tl.load(ids + rows * ids_stride, mask=inside, other=-1) == 0) & inside
+        slot = tile * 0
+    elif MODE == SCAN:
+        offsets = tl.arange(0, BLOCK_T)
+        there = offsets < T
+        ident = tl.load(ids + offsets * ids_stride, mask=there, other=-1)
+        bucket = tl.where((ident >= 0) & (ident < L), ident, L).to(tl.int32)
+        slots = tl.arange(0, BLOCK_L)
+        counts = tl.histogram(bucket, BLOCK_L, mask=there)
+        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        slot, index = pick_tile(tl.cumsum(tiles, 0), tiles, tile, slots)
+        count = tl.sum(tl.where(slots == slot, counts, 0), 0)
+        mine = (bucket == slot) & there
+        position = tl.cumsum(mine.to(tl.int32), 0) - 1
+        want = index * BLOCK_M + lane
+        hit = mine[None, :] & (position[None, :] == want[:, None])
+        rows = tl.sum(tl.where(hit, offsets[None, :], 0), 1)
+        inside = want < count
+        active = inside & (slot < L)
+    else:
+        slots = tl.arange(0, BLOCK_L)
+        starts = tl.load(plan + T + slots, mask=slots <= L, other=0)
+        ends = tl.load(plan + T + slots + 1, mask=slots <= L, other=0)
+        counts = tl.maximum(ends - starts, 0)
+        tiles = (counts + BLOCK_M - 1) // BLOCK_M
+        slot, index = pick_tile(tl.cumsum(tiles, 0), tiles, tile, slots)
+        count = tl.sum(tl.where(slots == slot, counts, 0), 0)
+        start = tl.sum(tl.where(slots == slot, starts, 0), 0)
+        want = index * BLOCK_M + lane
+        inside = (want < count) & (start + want >= 0) & (start + want < T)
+        rows = tl.load(plan + start + want, mask=inside, other=0)
+        inside = inside & (rows >= 0) & (rows < T)
+        active = inside & (slot < L)
+    return slot, rows, inside, active
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """a b + acc. Triton's interpreter multiplies the bit patterns of bf16 operands, so it gets float32 ones."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def split_high(h, DTYPE: tl.constexpr):
+    """The part of float32 h that one operand of the matrix unit holds: bf16's 8 bits, or tf32's 11 (as float32)."""
+    if DTYPE == tl.bfloat16:
+        return h.to(tl.bfloat16)
+    elif DTYPE == tl.float16:
+        return (h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    else:
+        return h
+
+
+@triton.jit
+def split_low(h, high):
+    """What `split_high` left, in high's dtype: together they keep 16 bits of h for bf16 weights, 22 for fp16 ones."""
+    whole = high.to(tl.float32)
+    return tl.where(whole == h, 0.0, h - whole).to(high.dtype)
+
+
+@triton.jit
+def dot_split(high, low, w, acc, PRECISION: tl.constexpr):
+    """(high + low) w + acc, with float32 h split by `split_high` and `split_low`; float32 h stays whole.
+
+    fp16 weights go through tf32 (their 11 bits fit, and h cannot overflow).
+    """
+    if w.dtype == tl.bfloat16:
+        acc = dot(high, w, acc, "tf32")
+        acc = dot(low, w, acc, "tf32")
+    elif w.dtype == tl.float16:
+        wide = w.to(tl.float32)
+        acc = dot(high, wide, acc, "tf32")
+        acc = dot(low, wide, acc, "tf32")
+    else:
+        acc = dot(high, w, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def slice_bounds(index, SIZES: tl.constexpr):
+    """(start, size) of one of several unequal slices."""
+    start = 0
+    size = 0
+    total = 0
+    for i in tl.static_range(len(SIZES)):
+        start = tl.where(index == i, total, start)
+        size = tl.where(index == i, SIZES[i], size)
+        total += SIZES[i]
+    return start, size
+
+
+def vector_width(t: Tensor, unit: int, size: int) -> int:
+    """Elements of a 16-byte load along axis `unit` that every address of t allows; 1 where there is no such axis."""
+    widest = 16 // t.element_size()
+    if unit < 0 or t.data_ptr() % 16:
+        return 1
+    width = math.gcd(widest, size)
+    for axis, stride in enumerate(t.stride()):
+        if axis != unit and t.shape[axis] > 1:
+            width = math.gcd(width, stride)
+    return width
+
+
+def unit_axis(t: Tensor, *preferred: int) -> int:
+    """The first of the axes whose elements lie side by side, else −1."""
+    for axis in preferred:
+        if t.stride(axis) == 1:
+            return axis
+    return -1
+
+
+_ready: dict = {}
+
+
+def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_warps: int, num_stages: int, pdl: bool = False):
+    """Launch `kernel` on the current stream of the current device; compile it first unless a capture is running.
+
+    args: the kernel's tensors and ints in order, constants: its constexprs after them.
+    """
+    if INTERPRETED:
+        kernel[grid](*args, *constants)
+        return
+    key = (
+        kernel,
+        torch.cuda.current_device(),
+        constants,
+        num_warps,
+        num_stages,
+        pdl,
+        tuple(
+            [
+                (a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, Tensor) else None if a is None else a > 2147483647
+                for a in args
+            ]
+        ),
+    )
+    compiled = _ready.get(key)
+    if compiled is not None:
+        compiled[grid](*args, *constants)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"grouped_lora.{name}: a kernel for this shape is not compiled yet and nothing is compiled inside a CUDA "
+            "graph capture; prepare the shape with grouped_lora_ops.warmup(...) or call the op once outside the "
+            "capture, then capture again."
+        )
+    _ready[key] = kernel[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)

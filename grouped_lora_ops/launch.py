@@ -1,0 +1,313 @@
+"""Which kernel and which tile for a problem: pure functions of sizes, a table lookup with a closed form behind it.
+
+Three numbers may depend on D or r alone, never on T, because they fix the order of the sums and so a row's bits
+(batch invariance): `chunk_of` (where the sum over D is cut), `rank_block` (how the sum over r is cut).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+SINGLE, SCAN, PLAN = 0, 1, 2  # as in kernels.tile
+SCAN_TOKENS = 512  # up to here every program sorts the ids itself and no plan is read
+PARTS = 8  # D is cut into at most this many chunks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One dense problem as far as the choice of a kernel goes."""
+
+    arch: str  # "sm_90"
+    sms: int  # multiprocessors
+    itemsize: int  # bytes of an element of x
+    tokens: int
+    groups: int
+    in_features: int
+    out_features: int  # of one group; the largest slice with out_sizes
+    rank: int
+    slots: int
+
+
+@dataclass(frozen=True)
+class ShrinkConfig:
+    mode: int
+    tiles: int  # programs along the rows: an upper bound on the tiles any ids can make
+    block_m: int
+    block_r: int
+    block_k: int
+    chunk: int
+    chunks: int
+    split: bool  # one chunk a program, summed by the expand
+    block_t: int
+    block_l: int
+    precision: str
+    num_warps: int
+    num_stages: int
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class ExpandConfig:
+    mode: int
+    tiles: int
+    block_m: int
+    block_n: int
+    rank_block: int
+    block_t: int
+    block_l: int
+    precision: str
+    num_warps: int
+    num_stages: int
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    mode: int
+    tiles: int
+    block_m: int
+    block_n: int
+    block_k: int
+    rank_block: int
+    chunk: int
+    chunks: int
+    block_t: int
+    block_l: int
+    precision: str
+    num_warps: int
+    num_stages: int
+    n_stages: int  # pipeline depth of the loop over N
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """One launch (fused) or two (shrink, then expand)."""
+
+    fused: FusedConfig | None
+    shrink: ShrinkConfig | None
+    expand: ExpandConfig | None
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    block: int  # rows sorted at once
+    steps: int  # such blocks a program
+    programs: int
+    block_l: int
+
+
+@dataclass(frozen=True)
+class WgradConfig:
+    mode: int
+    tiles: int  # row chunks, an upper bound
+    chunk_rows: int
+    block_t: int  # rows a step
+    block_w: int
+    block_r: int
+    block_l: int
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
+def power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def chunk_of(features: int) -> int:
+    """Length of the pieces that the sum over D is cut into: D/8, a multiple of 128, at least 256."""
+    return max(256, cdiv(cdiv(features, PARTS), 128) * 128)
+
+
+def chunks_of(features: int) -> int:
+    return max(1, cdiv(features, chunk_of(features)))
+
+
+def rank_block(rank: int) -> int:
+    """Length of the pieces that the sum over r is cut into; the matrix units want at least 16."""
+    return min(128, max(16, power_of_2(rank)))
+
+
+def precision(itemsize: int) -> str:
+    """How float32 operands are multiplied; half-precision ones are multiplied exactly in any case."""
+    return "ieee" if itemsize == 4 else "tf32"
+
+
+def tile_count(block_m: int, tokens: int, slots: int, single: bool) -> int:
+    """Most tiles that `tokens` rows can make: each slot, and the rows without one, ends in a part-filled tile."""
+    if single:
+        return cdiv(tokens, block_m)
+    return (tokens + (block_m - 1) * min(tokens, slots + 1)) // block_m
+
+
+def row_mode(tokens: int, slots: int) -> int:
+    return SINGLE if slots == 1 else SCAN if tokens <= SCAN_TOKENS else PLAN
+
+
+def has_pdl(arch: str) -> bool:
+    """Whether the GPU knows programmatic dependent launch."""
+    return int(arch.removeprefix("sm_")) >= 90
+
+
+def needs_plan(tokens: int, slots: int) -> bool:
+    return row_mode(tokens, slots) == PLAN
+
+
+def _blocks(mode: int, tokens: int, slots: int) -> tuple[int, int]:
+    """(BLOCK_T, BLOCK_L): few distinct values, so that few kernels are compiled."""
+    if mode == SINGLE:
+        return 16, 16
+    block_l = max(16, power_of_2(slots + 1))
+    if mode == PLAN:
+        return 16, block_l
+    return (16 if tokens <= 16 else 64 if tokens <= 64 else SCAN_TOKENS), block_l
+
+
+def _rows_per_slot(p: Problem) -> float:
+    return p.tokens / max(1, min(p.tokens, p.slots))
+
+
+def shrink(p: Problem, split: bool = False, block_m: int | None = None) -> ShrinkConfig:
+    mode = row_mode(p.tokens, p.slots)
+    block_r = rank_block(p.rank)
+    if block_m is None:
+        block_m = 16
+        if not split:
+            while block_m < 64 and 2 * block_m <= _rows_per_slot(p) and p.tokens * p.groups >= 4 * block_m * p.sms:
+                block_m *= 2
+    if split and p.tokens <= 64:
+        block_r = min(block_r, 32)  # more programs, each with less to load
+    block_t, block_l = _blocks(mode, p.tokens, p.slots)
+    chunk = chunk_of(p.in_features)
+    small = p.itemsize == 2
+    return ShrinkConfig(
+        mode=mode,
+        tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
+        block_m=block_m,
+        block_r=block_r,
+        block_k=128 if small and block_m * block_r <= 4096 else 64 if small else 32,
+        chunk=chunk,
+        chunks=chunks_of(p.in_features),
+        split=split,
+        block_t=block_t,
+        block_l=block_l,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=4 if block_r <= 64 else 3,
+        pdl=False,
+    )
+
+
+def expand(p: Problem, block_m: int | None = None, pdl: bool = False) -> ExpandConfig:
+    mode = row_mode(p.tokens, p.slots)
+    if block_m is None:
+        block_m = 16
+        while block_m < 64 and 2 * block_m <= _rows_per_slot(p) and p.tokens * p.groups >= 4 * block_m * p.sms:
+            block_m *= 2
+    block_t, block_l = _blocks(mode, p.tokens, p.slots)
+    return ExpandConfig(
+        mode=mode,
+        tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
+        block_m=block_m,
+        block_n=64 if p.tokens <= 64 or rank_block(p.rank) > 64 else 128,
+        rank_block=rank_block(p.rank),
+        block_t=block_t,
+        block_l=block_l,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=2,
+        pdl=pdl,
+    )
+
+
+def fused(p: Problem, block_m: int, **changes) -> FusedConfig:
+    mode = row_mode(p.tokens, p.slots)
+    block_t, block_l = _blocks(mode, p.tokens, p.slots)
+    config = FusedConfig(
+        mode=mode,
+        tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
+        block_m=block_m,
+        block_n=128 if p.itemsize == 2 else 64,
+        block_k=64 if p.itemsize == 2 else 32,
+        rank_block=rank_block(p.rank),
+        chunk=chunk_of(p.in_features),
+        chunks=chunks_of(p.in_features),
+        block_t=block_t,
+        block_l=block_l,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=4,
+        n_stages=2,
+    )
+    return replace(config, **changes)
+
+
+def delta(p: Problem) -> DeltaConfig:
+    """Fused where the rows alone fill the GPU and h fits in registers; else a shrink split over D, then an expand."""
+    for rule in table(p.arch).get("delta", ()):
+        if _matches(rule["when"], p):
+            if rule["kernel"] == "fused":
+                return DeltaConfig(fused(p, **rule["fused"]), None, None)
+            return DeltaConfig(
+                None, replace(shrink(p, **rule.get("base", {})), **rule["shrink"]), replace(expand(p), **rule["expand"])
+            )
+    if p.rank <= 128 and p.tokens * p.groups >= 64 * p.sms and _rows_per_slot(p) >= 32:
+        return DeltaConfig(fused(p, 64 if p.tokens * p.groups >= 2 * 64 * p.sms else 32), None, None)
+    split = p.tokens <= SCAN_TOKENS and p.tokens * p.groups < 16 * 4 * p.sms
+    pdl = has_pdl(p.arch)
+    return DeltaConfig(None, replace(shrink(p, split=split), pdl=pdl), expand(p, pdl=pdl))
+
+
+def plan(tokens: int, slots: int) -> PlanConfig:
+    """Blocks of 256 rows; a program takes up to 16 in turn, so that hundreds of thousands of rows stay cheap."""
+    block = 256
+    blocks = max(1, cdiv(tokens, block))
+    steps = 1 if blocks <= 64 else 4 if blocks <= 512 else 16
+    return PlanConfig(block, steps, cdiv(blocks, steps), max(16, power_of_2(slots + 1)))
+
+
+def wgrad(p: Problem, width: int) -> WgradConfig:
+    """Rows in chunks whose partial sums are added in order; as many as fill the GPU."""
+    mode = SINGLE if p.slots == 1 else PLAN
+    block_w = 128 if p.itemsize == 2 else 64
+    columns = cdiv(width, block_w) * max(1, p.groups) * cdiv(p.rank, 64)
+    wanted = max(1, (2 * p.sms) // columns)
+    chunk_rows = max(64, power_of_2(cdiv(p.tokens, wanted)))
+    return WgradConfig(
+        mode=mode,
+        tiles=tile_count(chunk_rows, p.tokens, p.slots, mode == SINGLE),
+        chunk_rows=chunk_rows,
+        block_t=64 if p.itemsize == 2 else 32,
+        block_w=block_w,
+        block_r=min(64, rank_block(p.rank)),
+        block_l=max(16, power_of_2(p.slots + 1)),
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=3,
+    )
+
+
+def _matches(when: dict, p: Problem) -> bool:
+    rows = _rows_per_slot(p)
+    work = p.tokens * p.groups
+    values = {"itemsize": p.itemsize, "rank": rank_block(p.rank), "rows": rows, "work": work, "tokens": p.tokens}
+    values.update(groups=p.groups, out=p.out_features, slots=p.slots)
+    return all(low <= values[name] <= high for name, (low, high) in when.items())
+
+
+@functools.cache
+def table(arch: str) -> dict:
+    """The measured rules for an architecture, or none: `launch_tables/<arch>.json` or the file GROUPED_LORA_TABLE names."""
+    path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"
+    try:
+        return json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        return {}

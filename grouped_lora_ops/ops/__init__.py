@@ -1,0 +1,12 @@
+"""The ops: importing this package registers `torch.ops.grouped_lora.*`.
+
+Triton is imported when the first CUDA tensor arrives (or the interpreter is asked for), so that a CPU-only machine
+without it can use the library.
+"""
+
+from .delta import delta, delta_
+from .expand import expand, expand_
+from .plan import plan
+from .shrink import shrink
+
+__all__ = ["delta", "delta_", "expand", "expand_", "plan", "shrink"]

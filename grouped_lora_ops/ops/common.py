@@ -1,0 +1,72 @@
+"""What the dense ops share: the facts of a device, the group axis, the plan a launch needs, the device guard."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .. import _checks, launch
+
+INTERPRETER = ("sm_80", 4)  # (arch, multiprocessors) where Triton's interpreter runs the kernels on the CPU
+
+
+@functools.cache
+def _facts(index: int) -> tuple[str, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+
+
+def facts(t: Tensor) -> tuple[str, int]:
+    """(arch, multiprocessors) of t's device."""
+    return _facts(t.device.index) if t.is_cuda else INTERPRETER
+
+
+def on_device(run):
+    """Run with the first tensor's device current: kernels launch on the current device's current stream."""
+
+    @functools.wraps(run)
+    def guarded(*args, **kwargs):
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
+
+    return guarded
+
+
+def check_values(name: str, adapter_ids: Tensor, slots: int, ranks: Tensor | None, rank: int) -> None:
+    """With GROUPED_LORA_CHECK=1 ids and ranks are read and checked on the GPU too, except inside a capture."""
+    if _checks.CHECK_IDS and not (adapter_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _checks.id_values(name, adapter_ids, slots, ranks, rank)
+
+
+def grouped(t: Tensor, ndim: int) -> Tensor:
+    """t with its group axis at 1, of size 1 where it has none."""
+    return t if t.dim() == ndim else t.unsqueeze(1)
+
+
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """ranks and scalings are read with unit stride."""
+    return t if t is None or t.stride(0) == 1 else t.contiguous()
+
+
+def problem(t: Tensor, tokens: int, groups: int, in_features: int, out_features: int, rank: int, slots: int):
+    arch, sms = facts(t)
+    return launch.Problem(arch, sms, t.element_size(), tokens, groups, in_features, out_features, rank, slots)
+
+
+def plan_for(adapter_ids: Tensor, slots: int, plan: Tensor | None, required: bool) -> Tensor | None:
+    """The plan a launch reads: none where it does not need one, else the caller's or one made here."""
+    if not required or plan is not None:
+        return plan if required else None
+    from .plan import build
+
+    return build(adapter_ids, slots)
+
+
+def empty_like_unless(wanted: bool, like: Tensor) -> Tensor:
+    """A dense tensor of like's shape, or an empty stand-in for a gradient nobody asked for."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else like.new_empty(0)

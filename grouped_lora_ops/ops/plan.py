@@ -1,0 +1,60 @@
+"""`plan`: rows sorted by adapter slot, once for all layers of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _checks, launch, reference
+from .._library import define
+from . import common
+
+
+def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
+    """The plan of a batch: one int32 tensor [T + L + 2] that lists the rows slot by slot.
+
+    plan[:T]: row numbers, those of slot 0 first, each slot's in their order, rows without an adapter last.
+    plan[T + l]: position of slot l's first row (l = L: of the first row without an adapter); plan[T + L + 1] = T.
+
+    adapter_ids: [T] int32 or int64, −1 = no adapter. num_slots: L, the slots of the adapter buffers.
+    A plan serves every dense op and layout of the batch whose ids it was made from; it is needed only from
+    T = 513 on (below, kernels read adapter_ids themselves), and an op without one makes its own. Two launches, no
+    host sync; its size depends on T and L alone, so a captured graph can make it anew at every replay.
+
+    Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … L−1.
+    """
+    _checks.tensor_types("plan", {"adapter_ids": adapter_ids}, {})
+    return _op(adapter_ids, num_slots)
+
+
+def build(adapter_ids: Tensor, num_slots: int) -> Tensor:
+    """The plan by our kernels, arguments already checked."""
+    from ..kernels import plan as kernels
+
+    tokens = adapter_ids.shape[0]
+    config = launch.plan(tokens, num_slots)
+    scratch = torch.empty(config.programs * config.block_l, dtype=torch.int32, device=adapter_ids.device)
+    out = torch.empty(tokens + num_slots + 2, dtype=torch.int32, device=adapter_ids.device)
+    kernels.plan("plan", adapter_ids, num_slots, scratch, out, config, launch.has_pdl(common.facts(adapter_ids)[0]))
+    return out
+
+
+def _cpu(adapter_ids: Tensor, num_slots: int) -> Tensor:
+    _checks.plan("plan", adapter_ids, num_slots)
+    _checks.id_values("plan", adapter_ids, num_slots)
+    return reference.plan(adapter_ids, num_slots)
+
+
+@common.on_device
+def _cuda(adapter_ids: Tensor, num_slots: int) -> Tensor:
+    _checks.plan("plan", adapter_ids, num_slots)
+    common.check_values("plan", adapter_ids, num_slots, None, 0)
+    return build(adapter_ids, num_slots)
+
+
+def _fake(adapter_ids: Tensor, num_slots: int) -> Tensor:
+    _checks.plan("plan", adapter_ids, num_slots)
+    return adapter_ids.new_empty(adapter_ids.shape[0] + num_slots + 2, dtype=torch.int32)
+
+
+_op = define("plan(Tensor adapter_ids, SymInt num_slots) -> Tensor", cpu=_cpu, cuda=_cuda, fake=_fake)
