@@ -223,6 +223,18 @@ def decode_on_gpu(checker: Checker, rows: int, steps: int, generator: torch.Gene
         gl.delta_(out, static_x, *p.lora(static_ids), ranks=p.ranks)
         return out
 
+    started = time.perf_counter()
+    shape = gl.Shape(
+        in_features=p.weight.shape[2],
+        out_features=p.weight.shape[1],
+        rank=p.lora_a.shape[1],
+        num_slots=p.lora_a.shape[0],
+        groups=p.weight.shape[0],
+        dtype=DTYPE,
+    )
+    gl.warmup([shape], tokens=[rows])  # nothing may be compiled inside a capture
+    print(f"kernels ready in {time.perf_counter() - started:.1f} s")
+
     graphs, results = {}, {}
     for name, step in (("without LoRA", step_without), ("with LoRA", step_with)):
         side = torch.cuda.Stream()
