@@ -223,7 +223,7 @@ def expand(p: Problem, block_m: int | None = None, pdl: bool = False) -> ExpandC
         block_l=block_l,
         precision=precision(p.itemsize),
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
         pdl=pdl,
     )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch import ExpandConfig
 from .shrink import strides
-from .tile import dot_split, launch, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
+from .tile import dot_split, launch, round_to, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
 
 
 @triton.jit
@@ -16,10 +16,10 @@ def finish(acc, scaling, base_tile, HAS_BASE: tl.constexpr, OUT: tl.constexpr):
     """scaling · acc, added to base in float32 and rounded once; where it is zero base keeps its bits (−0.0 too)."""
     delta = acc * scaling
     if HAS_BASE:
-        total = tl.fma(acc, scaling, base_tile.to(tl.float32)).to(OUT)
+        total = round_to(tl.fma(acc, scaling, base_tile.to(tl.float32)), OUT)
         return tl.where(delta == 0, base_tile, total)
     else:
-        return delta.to(OUT)
+        return round_to(delta, OUT)
 
 
 @triton.jit(do_not_specialize=("T", "L", "N", "R", "ids_stride", "h_c", "h_t", "h_g", "b_l", "b_g", "b_n", "b_r", "b_s",
@@ -32,7 +32,7 @@ def expand_kernel(
     p_t: "i64", p_g: "i64", p_n: "i64", o_t: "i64", o_g: "i64", o_n: "i64",
     SIZES: tl.constexpr, SUM_GROUPS: tl.constexpr, CHUNKS: tl.constexpr, COPY: tl.constexpr, MODE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
-    B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
+    H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, t, g, r) with unit last stride, b's (l, g, n, r), base's and out's (t, g, n).
@@ -125,11 +125,13 @@ def expand_kernel(
                 b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
             if PDL and r0 == 0:
                 tl.extra.cuda.gdc_wait()
-            h_ptrs = h + wide_rows[:, None] * h_t + (group + s) * h_g + r[None, :]
-            h_mask = active[:, None] & (r < rank)[None, :]
+            h_ptrs = h + wide_rows[:, None] * (h_t * H_VEC) + (group + s) * (h_g * H_VEC) + r[None, :]
+            whole_rank = tl.minimum((rank + H_VEC - 1) // H_VEC * H_VEC, R // H_VEC * H_VEC)
+            h_mask = active[:, None] & (r < whole_rank)[None, :]
             h_tile = tl.load(h_ptrs, mask=h_mask, other=0.0)
             for c in tl.static_range(1, CHUNKS):
-                h_tile += tl.load(h_ptrs + c * h_c, mask=h_mask, other=0.0)
+                h_tile += tl.load(h_ptrs + c * (h_c * H_VEC), mask=h_mask, other=0.0)
+            h_tile = tl.where((r < rank)[None, :], h_tile, 0.0)
             high = split_high(h_tile, OUT)
             acc = dot_split(high, split_low(h_tile, high), b_tile, acc, PRECISION)
     if PDL and rank == 0:
@@ -172,6 +174,8 @@ def expand(
             b_vec = o_vec
         slices = tuple([size // o_vec for size in sizes])
         n_blocks = sum([triton.cdiv(size, config.block_n) for size in sizes])
+    h_vec = vector_width(h, 3, rank)
+    hs = strides(h, 3, h_vec)
     bs, os_ = strides(b, b_unit, b_vec), strides(out, o_unit, o_vec)
     ps = os_ if base is None else strides(base, o_unit, o_vec)
     launch(
@@ -181,13 +185,13 @@ def expand(
         (
             h, b, base, out, ids, plan, ranks, scalings,
             tokens, slots, features // o_vec, rank, ids.stride(0),
-            h.stride(0), h.stride(1), 0 if h.shape[2] == 1 else h.stride(2),
+            hs[0], hs[1], 0 if h.shape[2] == 1 else hs[2],
             bs[0], 0 if b.shape[1] == 1 else bs[1], bs[2], bs[3],
             *ps, *os_,
         ),
         (
             slices, sum_groups, h.shape[0], copy, config.mode, config.block_m, config.block_n, config.rank_block,
-            config.block_t, config.block_l, b_vec, b_unit, o_vec, o_unit, config.precision, config.pdl,
+            config.block_t, config.block_l, h_vec, b_vec, b_unit, o_vec, o_unit, config.precision, config.pdl,
         ),
         config.num_warps,
         config.num_stages,

@@ -71,4 +71,4 @@ def plan(name: str, ids: Tensor, num_slots: int, counts: Tensor, out: Tensor, co
     constants = (config.block, config.steps, config.block_l, pdl)
     grid = (config.programs, 1, 1)
     launch(name, count_kernel, grid, (ids, counts, *sizes), constants, 4, 1)
-    launch(name, place_kernel, grid, (ids, counts, out, *sizes, config.programs), constants, 4, 1, pdl)
+    launch(name, place_kernel, grid, (ids, counts, out, *sizes, config.programs), constants, 8, 1, pdl)

@@ -90,10 +90,20 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def round_to(v, DTYPE: tl.constexpr):
+    """float32 v in DTYPE, to the nearest, ties to even. The interpreter's own bf16 cast breaks ties the other way."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)
+        even = ((bits + 32767 + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        v = tl.where(v == v, even, v)
+    return v.to(DTYPE)
+
+
+@triton.jit
 def split_high(h, DTYPE: tl.constexpr):
     """The part of float32 h that one operand of the matrix unit holds: bf16's 8 bits, or tf32's 11 (as float32)."""
     if DTYPE == tl.bfloat16:
-        return h.to(tl.bfloat16)
+        return round_to(h, tl.bfloat16)
     elif DTYPE == tl.float16:
         return (h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     else:
@@ -104,7 +114,7 @@ def split_high(h, DTYPE: tl.constexpr):
 def split_low(h, high):
     """What `split_high` left, in high's dtype: together they keep 16 bits of h for bf16 weights, 22 for fp16 ones."""
     whole = high.to(tl.float32)
-    return tl.where(whole == h, 0.0, h - whole).to(high.dtype)
+    return round_to(tl.where(whole == h, 0.0, h - whole), high.dtype)
 
 
 @triton.jit

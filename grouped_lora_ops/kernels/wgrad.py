@@ -8,7 +8,18 @@ from torch import Tensor
 
 from ..launch import WgradConfig
 from .shrink import strides
-from .tile import PLAN, SINGLE, dot_split, launch, pick_tile, slice_bounds, split_high, split_low, unit_axis, vector_width
+from .tile import (
+    SINGLE,
+    dot_split,
+    launch,
+    pick_tile,
+    round_to,
+    slice_bounds,
+    split_high,
+    split_low,
+    unit_axis,
+    vector_width,
+)
 
 
 @triton.jit
@@ -122,7 +133,7 @@ def wgrad_sum_kernel(
     if scalings is not None:
         acc *= tl.load(scalings + slot)
     o_ptrs = out + slot.to(tl.int64) * o_l + group * o_g + r[:, None] * o_r + w[None, :] * o_w
-    tl.store(o_ptrs, acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(o_ptrs, round_to(acc, out.dtype.element_ty), mask=inside)
 
 
 def wgrad(

@@ -26,8 +26,9 @@ def wgrad(
     out = torch.zeros(num_slots, out_groups, narrow.shape[2], wide.shape[2], dtype=acc, device=wide.device)
     for slot, rows in slot_rows(adapter_ids, num_slots):
         rank = narrow.shape[2] if ranks is None else int(ranks[slot])
-        n, w = torch.broadcast_tensors(narrow[rows, :, :rank, None], wide[rows, :, None, :].to(acc))
-        part = torch.einsum("tgr,tgw->grw", n[..., 0], w[:, :, 0])
+        groups = max(narrow.shape[1], wide.shape[1])
+        n, w = narrow[rows, :, :rank].expand(-1, groups, -1), wide[rows].to(acc).expand(-1, groups, -1)
+        part = torch.einsum("tgr,tgw->grw", n, w)
         if out_groups == 1:
             part = part.sum(0, keepdim=True)
         out[slot, :, :rank] = part if scalings is None else scalings[slot].to(acc) * part
