@@ -61,7 +61,8 @@ class ExpandConfig:
     block_l: int
     precision: str
     num_warps: int
-    num_stages: int
+    num_stages: int  # pipeline depth of the loop over N
+    loop: int = 1  # blocks of N a program takes in turn, with h in registers
     pdl: bool = False
 
 

@@ -7,33 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import FusedConfig
-from .expand import finish
+from .expand import copy_rows, expand_rows
 from .shrink import shrink_rows, strides
-from .tile import dot_split, launch, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
-
-
-@triton.jit
-def expand_rows(
-    high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_size, scaling,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
-    TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The loop over N. TAIL: b's vectors reach past the rank, into columns that may hold anything: zero them."""
-    r = tl.arange(0, BLOCK_R)
-    for n0 in tl.range(0, n_size, BLOCK_N, num_stages=STAGES):
-        n = n0 + tl.arange(0, BLOCK_N)
-        n_in = n < n_size
-        mask = write[:, None] & n_in[None, :]
-        b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=(r < load_rank)[:, None] & n_in[None, :], other=0.0)
-        if TAIL:
-            b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
-        base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
-        if HAS_BASE:
-            base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc = dot_split(high, low, b_tile, acc, PRECISION)
-        y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
-        tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
+from .tile import launch, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
 
 
 @triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d",
@@ -94,13 +70,7 @@ def delta_kernel(
             p_base += start_v * O_VEC * p_n
         b_base += start_v * O_VEC * b_n
     if slot == L:
-        for n0 in range(0, n_size, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            mask = inside[:, None] & (n < n_size)[None, :]
-            copied = tl.zeros((BLOCK_M, BLOCK_N), OUT)
-            if HAS_BASE:
-                copied = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
-            tl.store(o_base + row_o[:, None] + n[None, :] * o_n, copied, mask=mask)
+        copy_rows(p_base, o_base, p_n, o_n, row_p, row_o, inside, 0, n_size, BLOCK_M, BLOCK_N, HAS_BASE, OUT)
         return
     rank = R
     if ranks is not None:
@@ -112,7 +82,7 @@ def delta_kernel(
     )  # fmt: skip
     h = tl.where((tl.arange(0, BLOCK_R) < rank)[None, :] & active[:, None], h, 0.0)
     high = split_high(h, OUT)
-    low = split_low(h, high)
+    low = split_low(h, high, OUT)
     scaling = tl.load(scalings + slot)
     write = active
     if COPY:
@@ -123,12 +93,12 @@ def delta_kernel(
         load_rank = rank
     if load_rank == rank:
         expand_rows(
-            high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_size, scaling,
+            high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
             BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         expand_rows(
-            high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_size, scaling,
+            high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
             BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, 1, OUT, PRECISION,
         )  # fmt: skip
 

@@ -22,6 +22,61 @@ def finish(acc, scaling, base_tile, HAS_BASE: tl.constexpr, OUT: tl.constexpr):
         return round_to(delta, OUT)
 
 
+@triton.jit
+def load_h(
+    h, rows, active, rank, R, h_c, h_t, h_offset, r0,
+    CHUNKS: tl.constexpr, H_VEC: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """h of a tile's rows, columns r0 …: the sum of its chunks in order, zeros past the rank."""
+    r = r0 + tl.arange(0, BLOCK_R)
+    ptrs = h + h_offset + rows[:, None] * (h_t * H_VEC) + r[None, :]
+    vectors = tl.minimum((rank + H_VEC - 1) // H_VEC * H_VEC, R // H_VEC * H_VEC)
+    mask = active[:, None] & (r < vectors)[None, :]
+    tile = tl.load(ptrs, mask=mask, other=0.0)
+    for c in tl.static_range(1, CHUNKS):
+        tile += tl.load(ptrs + c * (h_c * H_VEC), mask=mask, other=0.0)
+    return tl.where((r < rank)[None, :], tile, 0.0)
+
+
+@triton.jit
+def copy_rows(
+    p_base, o_base, p_n, o_n, row_p, row_o, inside, n_first, n_last,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BASE: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Rows without an adapter: base's bits, or zeros."""
+    for n0 in range(n_first, n_last, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        mask = inside[:, None] & (n < n_last)[None, :]
+        copied = tl.zeros((BLOCK_M, BLOCK_N), OUT)
+        if HAS_BASE:
+            copied = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
+        tl.store(o_base + row_o[:, None] + n[None, :] * o_n, copied, mask=mask)
+
+
+@triton.jit
+def expand_rows(
+    high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_first, n_last, scaling,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
+    TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Columns n_first … n_last−1 of a tile whose h is split into high and low. TAIL: b's vectors reach past the rank, into columns that may hold anything: zero them."""
+    r = tl.arange(0, BLOCK_R)
+    for n0 in tl.range(n_first, n_last, BLOCK_N, num_stages=STAGES):
+        n = n0 + tl.arange(0, BLOCK_N)
+        n_in = n < n_last
+        mask = write[:, None] & n_in[None, :]
+        b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=(r < load_rank)[:, None] & n_in[None, :], other=0.0)
+        if TAIL:
+            b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
+        base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
+        if HAS_BASE:
+            base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = dot_split(high, low, b_tile, acc, PRECISION)
+        y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
+        tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
+
+
 @triton.jit(do_not_specialize=("T", "L", "N", "R", "ids_stride", "h_c", "h_t", "h_g", "b_l", "b_g", "b_n", "b_r", "b_s",
                                "o_t", "o_g", "o_n", "p_t", "p_g", "p_n"),
             do_not_specialize_on_alignment=("ids", "plan", "ranks", "scalings"))  # fmt: skip
@@ -33,15 +88,17 @@ def expand_kernel(
     SIZES: tl.constexpr, SUM_GROUPS: tl.constexpr, CHUNKS: tl.constexpr, COPY: tl.constexpr, MODE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
     H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, LOOP: tl.constexpr, N_STAGES: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, t, g, r) with unit last stride, b's (l, g, n, r), base's and out's (t, g, n).
 
+    LOOP: blocks of N a program takes in turn, with h in registers (then r ≤ BLOCK_R and SUM_GROUPS = 1).
     CHUNKS: h is the sum of so many partial sums, added in order. SUM_GROUPS: y sums over so many groups of h and b.
     SIZES: group g is that slice of b's and out's N axis. COPY: rows without an adapter are written too (base or zeros).
     """
+    SPAN: tl.constexpr = BLOCK_N * LOOP
     if SIZES is None:
-        n_blocks = tl.cdiv(N * O_VEC, BLOCK_N)
+        n_blocks = tl.cdiv(N * O_VEC, SPAN)
         tile = tl.program_id(0) // n_blocks
         n_block = tl.program_id(0) % n_blocks
         group = tl.program_id(1)
@@ -50,17 +107,17 @@ def expand_kernel(
     else:
         all_blocks = 0
         for i in tl.static_range(len(SIZES)):
-            all_blocks += (SIZES[i] * O_VEC + BLOCK_N - 1) // BLOCK_N
+            all_blocks += (SIZES[i] * O_VEC + SPAN - 1) // SPAN
         tile = tl.program_id(0) // all_blocks
         n_block = tl.program_id(0) % all_blocks
         group = 0
         skipped = 0
         for i in tl.static_range(len(SIZES)):
-            skipped += (SIZES[i] * O_VEC + BLOCK_N - 1) // BLOCK_N
+            skipped += (SIZES[i] * O_VEC + SPAN - 1) // SPAN
             group += (n_block >= skipped).to(tl.int32)
         before = 0
         for i in tl.static_range(len(SIZES)):
-            before += tl.where(i < group, (SIZES[i] * O_VEC + BLOCK_N - 1) // BLOCK_N, 0)
+            before += tl.where(i < group, (SIZES[i] * O_VEC + SPAN - 1) // SPAN, 0)
         n_block -= before
         start_v, size_v = slice_bounds(group, SIZES)
         n_start = start_v * O_VEC
@@ -93,6 +150,47 @@ def expand_kernel(
     OUT: tl.constexpr = out.dtype.element_ty
     base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
     HAS_BASE: tl.constexpr = base is not None
+    if LOOP > 1:
+        n_first = n_block * SPAN
+        n_last = tl.minimum(n_first + SPAN, n_size)
+        p_base = base
+        if HAS_BASE:
+            p_base += out_group * (p_g * O_VEC) + n_start * p_n
+        row_p = wide_rows * (p_t * O_VEC)
+        row_o = wide_rows * (o_t * O_VEC)
+        o_base = out + out_group * (o_g * O_VEC) + n_start * o_n
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if slot == L:
+            copy_rows(p_base, o_base, p_n, o_n, row_p, row_o, inside, n_first, n_last, BLOCK_M, BLOCK_N, HAS_BASE, OUT)
+            return
+        rank = R
+        if ranks is not None:
+            rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
+        scaling = 1.0
+        if scalings is not None:
+            scaling = tl.load(scalings + slot)
+        h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, group * (h_g * H_VEC), 0, CHUNKS, H_VEC, BLOCK_R)
+        high = split_high(h_tile, OUT)
+        low = split_low(h_tile, high, OUT)
+        b_base = b + slot.to(tl.int64) * (b_l * B_VEC)
+        if SIZES is None:
+            b_base += group * (b_g * B_VEC)
+        b_base += n_start * b_n
+        load_rank = rank
+        if B_UNIT == 3:
+            load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
+        if load_rank == rank:
+            expand_rows(
+                high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
+                n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, N_STAGES, OUT, PRECISION,
+            )  # fmt: skip
+        else:
+            expand_rows(
+                high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
+                n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, 1, OUT, PRECISION,
+            )  # fmt: skip
+        return
     if HAS_BASE:
         p_ptrs = base + wide_rows[:, None] * (p_t * O_VEC) + out_group * (p_g * O_VEC) + (n_start + n)[None, :] * p_n
         base_tile = tl.load(p_ptrs, mask=mask, other=0.0)
@@ -125,15 +223,9 @@ def expand_kernel(
                 b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
             if PDL and r0 == 0:
                 tl.extra.cuda.gdc_wait()
-            h_ptrs = h + wide_rows[:, None] * (h_t * H_VEC) + (group + s) * (h_g * H_VEC) + r[None, :]
-            whole_rank = tl.minimum((rank + H_VEC - 1) // H_VEC * H_VEC, R // H_VEC * H_VEC)
-            h_mask = active[:, None] & (r < whole_rank)[None, :]
-            h_tile = tl.load(h_ptrs, mask=h_mask, other=0.0)
-            for c in tl.static_range(1, CHUNKS):
-                h_tile += tl.load(h_ptrs + c * (h_c * H_VEC), mask=h_mask, other=0.0)
-            h_tile = tl.where((r < rank)[None, :], h_tile, 0.0)
+            h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, (group + s) * (h_g * H_VEC), r0, CHUNKS, H_VEC, BLOCK_R)
             high = split_high(h_tile, OUT)
-            acc = dot_split(high, split_low(h_tile, high), b_tile, acc, PRECISION)
+            acc = dot_split(high, split_low(h_tile, high, OUT), b_tile, acc, PRECISION)
     if PDL and rank == 0:
         tl.extra.cuda.gdc_wait()
     y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
@@ -167,13 +259,15 @@ def expand(
     b_vec = vector_width(b, b_unit, rank if b_unit == 3 else features)
     if b_unit == 2:
         o_vec = b_vec = math.gcd(o_vec, b_vec)
-    slices, n_blocks = None, triton.cdiv(features, config.block_n)
+    loop = config.loop if rank <= config.rank_block and sum_groups == 1 else 1
+    span = config.block_n * loop
+    slices, n_blocks = None, triton.cdiv(features, span)
     if sizes is not None:
         o_vec = math.gcd(o_vec, *sizes)
         if b_unit == 2:
             b_vec = o_vec
         slices = tuple([size // o_vec for size in sizes])
-        n_blocks = sum([triton.cdiv(size, config.block_n) for size in sizes])
+        n_blocks = sum([triton.cdiv(size, span) for size in sizes])
     h_vec = vector_width(h, 3, rank)
     hs = strides(h, 3, h_vec)
     bs, os_ = strides(b, b_unit, b_vec), strides(out, o_unit, o_vec)
@@ -192,8 +286,9 @@ def expand(
         (
             slices, sum_groups, h.shape[0], copy, config.mode, config.block_m, config.block_n, config.rank_block,
             config.block_t, config.block_l, h_vec, b_vec, b_unit, o_vec, o_unit, config.precision, config.pdl,
+            loop, config.num_stages,
         ),
         config.num_warps,
-        config.num_stages,
+        1,
         config.pdl,
     )  # fmt: skip

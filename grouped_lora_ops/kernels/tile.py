@@ -111,10 +111,19 @@ def split_high(h, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def split_low(h, high):
-    """What `split_high` left, in high's dtype: together they keep 16 bits of h for bf16 weights, 22 for fp16 ones."""
+def split_low(h, high, DTYPE: tl.constexpr):
+    """What `split_high` left, in high's dtype: together they keep 16 bits of h for bf16 weights, 22 for fp16 ones.
+
+    Both parts are exact in the operand's format: mma and wgmma round other tf32 operands differently.
+    """
     whole = high.to(tl.float32)
-    return round_to(tl.where(whole == h, 0.0, h - whole), high.dtype)
+    rest = tl.where(whole == h, 0.0, h - whole)
+    if DTYPE == tl.bfloat16:
+        return round_to(rest, tl.bfloat16)
+    elif DTYPE == tl.float16:
+        return (rest.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    else:
+        return rest
 
 
 @triton.jit

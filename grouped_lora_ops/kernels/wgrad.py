@@ -92,7 +92,7 @@ def wgrad_kernel(
                 w_base + rows[:, None] * (w_t * W_VEC) + w[None, :] * w_w, mask=live[:, None] & w_in[None, :], other=0.0
             )
             high = split_high(n_tile, DTYPE)
-            acc = dot_split(high, split_low(n_tile, high), w_tile, acc, PRECISION)
+            acc = dot_split(high, split_low(n_tile, high, DTYPE), w_tile, acc, PRECISION)
     out = parts + ((chunk * GROUPS + group).to(tl.int64) * R + r[:, None]) * size + w[None, :]
     if SIZES is not None:
         out = parts + (chunk.to(tl.int64) * R + r[:, None]) * (W * W_VEC) + (start + w)[None, :]
