@@ -43,7 +43,7 @@ def two(p, shrink: dict, expand: dict, split: bool, pdl: bool = True) -> launch.
 def candidates(p: launch.Problem) -> dict[str, launch.DeltaConfig]:
     found = {"default": DEFAULT(p)}
     block = launch.rank_block(p.rank)
-    if p.tokens <= 512:
+    if p.tokens <= 64:
         shrinks = [
             dict(block_r=br, block_k=bk, num_warps=w, num_stages=s)
             for br, bk, w, s in (
@@ -57,21 +57,38 @@ def candidates(p: launch.Problem) -> dict[str, launch.DeltaConfig]:
         for e in expands:
             found[f"split-e {e}"] = two(p, shrinks[-1] if block < 64 else shrinks[5], e, True)
         found["split no pdl"] = two(p, shrinks[1], expands[3], True, pdl=False)
+    rows = p.tokens / min(p.tokens, p.slots)
     if p.tokens >= 64:
-        for bm, bk, w, st in ((16, 128, 4, 4), (16, 128, 4, 6), (32, 128, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (64, 64, 4, 6)):
-            for ebm, bn, ew in ((bm, 128, 4), (64, 128, 4)) if bm != 64 else ((64, 128, 4), (128, 128, 8), (32, 128, 4), (64, 64, 4)):
-                s = dict(block_m=bm, block_k=bk, num_warps=w, num_stages=st)
-                e = dict(block_m=ebm, block_n=bn, num_warps=ew)
-                found[f"two {s} {e}"] = two(p, s, e, False)
+        sizes = [bm for bm in (16, 32, 64, 128) if bm <= 2 * rows or bm == 16]
+        first = {
+            (16, True): dict(block_m=16, block_r=block, block_k=64, num_warps=4, num_stages=6),
+            (32, True): dict(block_m=32, block_r=block, block_k=64, num_warps=4, num_stages=5),
+            (64, True): dict(block_m=64, block_r=block, block_k=64, num_warps=4, num_stages=4),
+            (128, True): dict(block_m=128, block_r=block, block_k=64, num_warps=8 if block > 32 else 4, num_stages=3),
+            (16, False): dict(block_m=16, block_r=block, block_k=128, num_warps=4, num_stages=5),
+            (64, False): dict(block_m=64, block_r=block, block_k=64, num_warps=4, num_stages=5),
+        }  # fmt: skip
+        second = [
+            dict(block_m=16, block_n=128, loop=1), dict(block_m=16, block_n=128, loop=4, num_stages=3),
+            dict(block_m=16, block_n=64, loop=8, num_stages=4), dict(block_m=32, block_n=128, loop=2, num_stages=2),
+            dict(block_m=32, block_n=128, loop=4, num_stages=3), dict(block_m=64, block_n=64, loop=4, num_stages=3),
+            dict(block_m=64, block_n=64, loop=8, num_stages=4), dict(block_m=64, block_n=128, loop=4, num_stages=3),
+            dict(block_m=64, block_n=64, loop=16, num_stages=4),
+        ]  # fmt: skip
+        for (bm, split), s in first.items():
+            if bm in sizes and (p.tokens < 8192 or bm > 16):
+                for e in second if (bm == 64 and split) else second[4:8] if bm > 16 else second[:4]:
+                    if e["block_m"] in sizes:
+                        found[f"{'split' if split else 'whole'} {s} {e}"] = two(p, s, e, split)
     if p.tokens >= 1024:
         for bm, bn, bk, w, st, ns in (
-            (16, 128, 128, 4, 4, 2), (32, 128, 128, 4, 4, 2), (32, 64, 128, 4, 4, 2), (32, 128, 64, 4, 6, 2),
-            (64, 128, 64, 4, 4, 1), (64, 128, 64, 4, 4, 2), (64, 128, 64, 4, 4, 3), (64, 128, 64, 4, 6, 2), (64, 64, 64, 4, 4, 2),
-            (64, 128, 128, 4, 3, 2), (64, 256, 64, 8, 4, 2), (64, 128, 64, 8, 4, 2),
-            (128, 128, 64, 8, 4, 2), (128, 64, 64, 8, 4, 2), (128, 128, 64, 8, 3, 3), (128, 64, 64, 4, 3, 2),
+            (16, 128, 128, 4, 4, 3), (16, 128, 128, 4, 3, 4), (32, 128, 128, 4, 3, 3), (32, 64, 128, 4, 3, 4),
+            (64, 64, 64, 4, 4, 3), (64, 64, 64, 4, 4, 4), (64, 128, 64, 4, 4, 3), (64, 128, 64, 4, 5, 4), (64, 64, 128, 4, 3, 4),
+            (128, 64, 64, 8, 3, 3), (128, 64, 64, 4, 3, 3), (128, 128, 64, 8, 4, 3), (128, 64, 64, 4, 4, 4),
         ):  # fmt: skip
-            c = dict(block_n=bn, block_k=bk, num_warps=w, num_stages=st, n_stages=ns)
-            found[f"fused bm={bm} {c}"] = launch.DeltaConfig(launch.fused(p, bm, **c), None, None)
+            if bm <= 2 * rows:
+                c = dict(block_n=bn, block_k=bk, num_warps=w, num_stages=st, n_stages=ns)
+                found[f"fused bm={bm} {c}"] = launch.DeltaConfig(launch.fused(p, bm, **c), None, None)
     return found
 
 

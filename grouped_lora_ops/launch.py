@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 SINGLE, SCAN, PLAN = 0, 1, 2  # as in kernels.tile
-SCAN_TOKENS = 512  # up to here every program sorts the ids itself and no plan is read
+SCAN_TOKENS = 128  # up to here every program sorts the ids itself and no plan is read
 PARTS = 8  # D is cut into at most this many chunks
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..launch import FusedConfig
 from .expand import copy_rows, expand_rows
 from .shrink import shrink_rows, strides
-from .tile import launch, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
+from .tile import launch, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 
 @triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d",
@@ -81,8 +81,7 @@ def delta_kernel(
         BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, 0, CHUNKS, EVEN_K, PRECISION,
     )  # fmt: skip
     h = tl.where((tl.arange(0, BLOCK_R) < rank)[None, :] & active[:, None], h, 0.0)
-    high = split_high(h, OUT)
-    low = split_low(h, high, OUT)
+    high, low, scale = split(h, OUT)
     scaling = tl.load(scalings + slot)
     write = active
     if COPY:
@@ -93,12 +92,12 @@ def delta_kernel(
         load_rank = rank
     if load_rank == rank:
         expand_rows(
-            high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
+            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
             BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         expand_rows(
-            high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
+            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
             BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, 1, OUT, PRECISION,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch import ExpandConfig
 from .shrink import strides
-from .tile import dot_split, launch, round_to, slice_bounds, split_high, split_low, tile_rows, unit_axis, vector_width
+from .tile import dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def copy_rows(
 
 @triton.jit
 def expand_rows(
-    high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_first, n_last, scaling,
+    high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_first, n_last, scaling,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
     TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +72,7 @@ def expand_rows(
         if HAS_BASE:
             base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        acc = dot_split(high, low, b_tile, acc, PRECISION)
+        acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
         y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
         tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
 
@@ -171,8 +171,7 @@ def expand_kernel(
         if scalings is not None:
             scaling = tl.load(scalings + slot)
         h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, group * (h_g * H_VEC), 0, CHUNKS, H_VEC, BLOCK_R)
-        high = split_high(h_tile, OUT)
-        low = split_low(h_tile, high, OUT)
+        high, low, scale = split(h_tile, OUT)
         b_base = b + slot.to(tl.int64) * (b_l * B_VEC)
         if SIZES is None:
             b_base += group * (b_g * B_VEC)
@@ -182,12 +181,12 @@ def expand_kernel(
             load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
         if load_rank == rank:
             expand_rows(
-                high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
+                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
                 n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, N_STAGES, OUT, PRECISION,
             )  # fmt: skip
         else:
             expand_rows(
-                high, low, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
+                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
                 n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, 1, OUT, PRECISION,
             )  # fmt: skip
         return
@@ -224,8 +223,8 @@ def expand_kernel(
             if PDL and r0 == 0:
                 tl.extra.cuda.gdc_wait()
             h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, (group + s) * (h_g * H_VEC), r0, CHUNKS, H_VEC, BLOCK_R)
-            high = split_high(h_tile, OUT)
-            acc = dot_split(high, split_low(h_tile, high, OUT), b_tile, acc, PRECISION)
+            high, low, scale = split(h_tile, OUT)
+            acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
     if PDL and rank == 0:
         tl.extra.cuda.gdc_wait()
     y = finish(acc, scaling, base_tile, HAS_BASE, OUT)

@@ -100,45 +100,41 @@ def round_to(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def split_high(h, DTYPE: tl.constexpr):
-    """The part of float32 h that one operand of the matrix unit holds: bf16's 8 bits, or tf32's 11 (as float32)."""
+def split(h, DTYPE: tl.constexpr):
+    """(high, low, scale): float32 h as (high + low) · scale for a matrix unit that multiplies DTYPE operands.
+
+    bf16: high and low keep 16 bits of h; no scale. fp16: rows are scaled to at most 2 by a power of two, so that nothing
+    overflows; high and low keep 22 bits of the row's largest element. (tf32 would do without scales, but mma and wgmma
+    add tf32 products in different orders: measured on an H200, a row's bits then depend on the tile height.)
+    float32: high is h.
+    """
     if DTYPE == tl.bfloat16:
-        return round_to(h, tl.bfloat16)
+        high = round_to(h, tl.bfloat16)
+        whole = high.to(tl.float32)
+        return high, round_to(tl.where(whole == h, 0.0, h - whole), tl.bfloat16), h
     elif DTYPE == tl.float16:
-        return (h.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        exponent = (tl.max(tl.abs(h), 1).to(tl.int32, bitcast=True) >> 23) & 255
+        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scaled = h * down[:, None]
+        high = scaled.to(tl.float16)
+        whole = high.to(tl.float32)
+        low = tl.where(whole == scaled, 0.0, scaled - whole).to(tl.float16)
+        return high, low, (exponent << 23).to(tl.float32, bitcast=True)
     else:
-        return h
+        return h, h, h
 
 
 @triton.jit
-def split_low(h, high, DTYPE: tl.constexpr):
-    """What `split_high` left, in high's dtype: together they keep 16 bits of h for bf16 weights, 22 for fp16 ones.
-
-    Both parts are exact in the operand's format: mma and wgmma round other tf32 operands differently.
-    """
-    whole = high.to(tl.float32)
-    rest = tl.where(whole == h, 0.0, h - whole)
-    if DTYPE == tl.bfloat16:
-        return round_to(rest, tl.bfloat16)
-    elif DTYPE == tl.float16:
-        return (rest.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    else:
-        return rest
-
-
-@triton.jit
-def dot_split(high, low, w, acc, PRECISION: tl.constexpr):
-    """(high + low) w + acc, with float32 h split by `split_high` and `split_low`; float32 h stays whole.
-
-    fp16 weights go through tf32 (their 11 bits fit, and h cannot overflow).
-    """
+def dot_split(high, low, scale, w, acc, PRECISION: tl.constexpr):
+    """h w + acc, with h from `split`."""
     if w.dtype == tl.bfloat16:
         acc = dot(high, w, acc, "tf32")
         acc = dot(low, w, acc, "tf32")
     elif w.dtype == tl.float16:
-        wide = w.to(tl.float32)
-        acc = dot(high, wide, acc, "tf32")
-        acc = dot(low, wide, acc, "tf32")
+        part = dot(high, w, tl.zeros(acc.shape, tl.float32), "tf32")
+        part = dot(low, w, part, "tf32")
+        acc += part * scale[:, None]
     else:
         acc = dot(high, w, acc, PRECISION)
     return acc

@@ -15,8 +15,7 @@ from .tile import (
     pick_tile,
     round_to,
     slice_bounds,
-    split_high,
-    split_low,
+    split,
     unit_axis,
     vector_width,
 )
@@ -91,8 +90,8 @@ def wgrad_kernel(
             w_tile = tl.load(
                 w_base + rows[:, None] * (w_t * W_VEC) + w[None, :] * w_w, mask=live[:, None] & w_in[None, :], other=0.0
             )
-            high = split_high(n_tile, DTYPE)
-            acc = dot_split(high, split_low(n_tile, high, DTYPE), w_tile, acc, PRECISION)
+            high, low, scale = split(n_tile, DTYPE)
+            acc = dot_split(high, low, scale, w_tile, acc, PRECISION)
     out = parts + ((chunk * GROUPS + group).to(tl.int64) * R + r[:, None]) * size + w[None, :]
     if SIZES is not None:
         out = parts + (chunk.to(tl.int64) * R + r[:, None]) * (W * W_VEC) + (start + w)[None, :]

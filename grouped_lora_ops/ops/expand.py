@@ -30,7 +30,7 @@ def expand(
     base: y's shape, lora_b's dtype; without it y is the delta alone. ranks, plan, adapter_ids: as in `shrink`.
 
     Returns a new tensor [T, N], [T, G, N] or [T, ΣN] in lora_b's dtype: products and sums in float32 (with bf16 weights
-    h enters as two bf16 terms, 16 bits of it; with fp16 weights as two tf32 terms, 22 bits), scaled and added to base in
+    h enters as two bf16 terms, 16 bits of it; with fp16 weights as two fp16 terms, 22 bits of the row's largest), scaled and added to base in
     float32, one rounding. Where the delta is zero base keeps its bits. Differentiable in h, lora_b, base.
 
     Raises as `shrink` does.

@@ -18,7 +18,7 @@ def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
 
     adapter_ids: [T] int32 or int64, −1 = no adapter. num_slots: L, the slots of the adapter buffers.
     A plan serves every dense op and layout of the batch whose ids it was made from; it is needed only from
-    T = 513 on (below, kernels read adapter_ids themselves), and an op without one makes its own. Two launches, no
+    T = 129 on (below, kernels read adapter_ids themselves), and an op without one makes its own. Two launches, no
     host sync; its size depends on T and L alone, so a captured graph can make it anew at every replay.
 
     Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … L−1.
