@@ -33,62 +33,79 @@ def problem_of(w: workloads.Workload) -> launch.Problem:
     return launch.Problem(arch, sms, w.dtype.itemsize, w.T, w.G, w.D, width, w.rank, w.slots)
 
 
-def two(p, shrink: dict, expand: dict, split: bool, pdl: bool = True) -> launch.DeltaConfig:
-    shrink, expand = dict(shrink), dict(expand)
-    first = replace(launch.shrink(p, split=split, block_m=shrink.pop("block_m", None)), pdl=pdl, **shrink)
-    second = replace(launch.expand(p, block_m=expand.pop("block_m", None), pdl=pdl), **expand)
-    return launch.DeltaConfig(None, first, second)
+def two(p, shrink: dict, expand: dict, split: bool) -> launch.DeltaConfig:
+    pdl = launch.has_pdl(p.arch)
+    first = launch._retile(replace(launch.shrink(p, split=split), pdl=pdl), p, shrink)
+    return launch.DeltaConfig(None, first, launch._retile(launch.expand(p, pdl=pdl), p, expand))
 
 
-def candidates(p: launch.Problem) -> dict[str, launch.DeltaConfig]:
-    found = {"default": DEFAULT(p)}
-    block = launch.rank_block(p.rank)
-    if p.tokens <= 64:
-        shrinks = [
-            dict(block_r=br, block_k=bk, num_warps=w, num_stages=s)
-            for br, bk, w, s in (
-                (16, 128, 2, 4), (16, 128, 4, 4), (16, 64, 2, 8), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4), (64, 128, 8, 4), (64, 64, 4, 6),
-            )
-            if br <= block
-        ]  # fmt: skip
-        expands = [dict(block_n=n, num_warps=w) for n, w in ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8))]
-        for s in shrinks:
-            found[f"split {s}"] = two(p, s, expands[3], True)
-        for e in expands:
-            found[f"split-e {e}"] = two(p, shrinks[-1] if block < 64 else shrinks[5], e, True)
-        found["split no pdl"] = two(p, shrinks[1], expands[3], True, pdl=False)
+def shrinks(p: launch.Problem) -> list[tuple[dict, bool]]:
+    """(changes, split over D) to try."""
+    block = launch.rank_block(p.rank, p.itemsize)
     rows = p.tokens / min(p.tokens, p.slots)
-    if p.tokens >= 64:
-        sizes = [bm for bm in (16, 32, 64, 128) if bm <= 2 * rows or bm == 16]
-        first = {
-            (16, True): dict(block_m=16, block_r=block, block_k=64, num_warps=4, num_stages=6),
-            (32, True): dict(block_m=32, block_r=block, block_k=64, num_warps=4, num_stages=5),
-            (64, True): dict(block_m=64, block_r=block, block_k=64, num_warps=4, num_stages=4),
-            (128, True): dict(block_m=128, block_r=block, block_k=64, num_warps=8 if block > 32 else 4, num_stages=3),
-            (16, False): dict(block_m=16, block_r=block, block_k=128, num_warps=4, num_stages=5),
-            (64, False): dict(block_m=64, block_r=block, block_k=64, num_warps=4, num_stages=5),
-        }  # fmt: skip
-        second = [
-            dict(block_m=16, block_n=128, loop=1), dict(block_m=16, block_n=128, loop=4, num_stages=3),
-            dict(block_m=16, block_n=64, loop=8, num_stages=4), dict(block_m=32, block_n=128, loop=2, num_stages=2),
-            dict(block_m=32, block_n=128, loop=4, num_stages=3), dict(block_m=64, block_n=64, loop=4, num_stages=3),
-            dict(block_m=64, block_n=64, loop=8, num_stages=4), dict(block_m=64, block_n=128, loop=4, num_stages=3),
-            dict(block_m=64, block_n=64, loop=16, num_stages=4),
-        ]  # fmt: skip
-        for (bm, split), s in first.items():
-            if bm in sizes and (p.tokens < 8192 or bm > 16):
-                for e in second if (bm == 64 and split) else second[4:8] if bm > 16 else second[:4]:
-                    if e["block_m"] in sizes:
-                        found[f"{'split' if split else 'whole'} {s} {e}"] = two(p, s, e, split)
-    if p.tokens >= 1024:
-        for bm, bn, bk, w, st, ns in (
-            (16, 128, 128, 4, 4, 3), (16, 128, 128, 4, 3, 4), (32, 128, 128, 4, 3, 3), (32, 64, 128, 4, 3, 4),
-            (64, 64, 64, 4, 4, 3), (64, 64, 64, 4, 4, 4), (64, 128, 64, 4, 4, 3), (64, 128, 64, 4, 5, 4), (64, 64, 128, 4, 3, 4),
-            (128, 64, 64, 8, 3, 3), (128, 64, 64, 4, 3, 3), (128, 128, 64, 8, 4, 3), (128, 64, 64, 4, 4, 4),
-        ):  # fmt: skip
-            if bm <= 2 * rows:
-                c = dict(block_n=bn, block_k=bk, num_warps=w, num_stages=st, n_stages=ns)
-                found[f"fused bm={bm} {c}"] = launch.DeltaConfig(launch.fused(p, bm, **c), None, None)
+    if p.tokens <= 64:
+        tiles = (
+            (16, 128, 2, 4), (16, 128, 4, 4), (16, 64, 2, 8), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4),
+            (64, 128, 8, 4), (64, 64, 4, 6), (64, 64, 4, 8),
+        )  # fmt: skip
+        return [(dict(block_m=16, block_r=r, block_k=k, num_warps=w, num_stages=s), True) for r, k, w, s in tiles if r <= block]
+    tiles = (
+        (16, 64, 4, 6, True), (16, 128, 4, 4, True), (32, 64, 4, 5, True), (32, 128, 4, 3, True), (64, 64, 4, 3, True), (64, 64, 4, 4, True),
+        (64, 128, 4, 2, True), (128, 64, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, True), (16, 128, 4, 5, False), (32, 128, 4, 3, False),
+        (32, 128, 4, 4, False), (64, 64, 4, 5, False), (64, 128, 4, 3, False), (128, 64, 8, 4, False), (128, 64, 4, 3, False),
+    )  # fmt: skip
+    return [
+        (dict(block_m=m, block_r=block, block_k=k, num_warps=w, num_stages=s), split)
+        for m, k, w, s, split in tiles
+        if m <= max(16, 2 * rows) and not (p.tokens >= 8192 and m == 16)
+    ]
+
+
+def expands(p: launch.Problem) -> list[dict]:
+    rows = p.tokens / min(p.tokens, p.slots)
+    if p.tokens <= 64:
+        tiles = (
+            (16, 32, 1, 1, 1), (16, 32, 2, 1, 1), (16, 64, 2, 1, 1), (16, 64, 4, 1, 1), (16, 128, 4, 1, 1),
+            (16, 128, 8, 1, 1), (16, 128, 4, 2, 2), (16, 128, 4, 4, 3),
+        )  # fmt: skip
+    else:
+        tiles = (
+            (16, 128, 4, 1, 1), (16, 128, 4, 4, 3), (16, 128, 4, 8, 3), (32, 128, 4, 1, 1), (32, 128, 4, 2, 2), (32, 128, 4, 4, 3), (32, 128, 4, 8, 3), (64, 128, 4, 1, 1),
+            (64, 128, 4, 2, 2), (64, 128, 4, 4, 3), (64, 64, 4, 8, 4), (64, 128, 4, 8, 3), (128, 64, 8, 8, 3), (128, 128, 8, 4, 2), (128, 64, 4, 8, 3), (128, 128, 8, 8, 3),
+        )  # fmt: skip
+    return [
+        dict(block_m=m, block_n=n, num_warps=w, loop=loop, num_stages=s)
+        for m, n, w, loop, s in tiles
+        if m <= max(16, 2 * rows)
+    ]
+
+
+def fuseds(p: launch.Problem) -> list[dict]:
+    if p.tokens < 1024 or p.rank > 128:
+        return []
+    rows = p.tokens / min(p.tokens, p.slots)
+    tiles = (
+        (16, 128, 128, 4, 4, 3), (16, 128, 128, 4, 3, 4), (32, 128, 128, 4, 3, 3), (32, 64, 128, 4, 3, 4), (64, 64, 64, 4, 4, 3), (64, 64, 64, 4, 4, 4),
+        (64, 128, 64, 4, 4, 3), (64, 64, 128, 4, 3, 4), (128, 64, 64, 8, 3, 3), (128, 64, 64, 4, 3, 3), (128, 32, 64, 4, 3, 4), (64, 32, 64, 4, 4, 4), (32, 64, 128, 4, 2, 4),
+    )  # fmt: skip
+    return [
+        dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, n_stages=ns)
+        for m, n, k, w, s, ns in tiles
+        if m <= 2 * rows
+    ]
+
+
+def candidates(p: launch.Problem, best: tuple[dict, bool] | None = None) -> dict[str, launch.DeltaConfig]:
+    """Without `best`: every shrink with one expand, and the fused kernels; with it: every expand behind that shrink."""
+    if best is not None:
+        return {f"two {best} {e}": two(p, best[0], e, best[1]) for e in expands(p)}
+    middle = expands(p)[min(5, len(expands(p)) - 1)]
+    found = {"default": DEFAULT(p)}
+    found.update({f"two {s} {middle}": two(p, s[0], middle, s[1]) for s in shrinks(p)})
+    for c in fuseds(p):
+        c = dict(c)
+        label = f"fused {c}"
+        found[label] = launch.DeltaConfig(launch.fused(p, c.pop("block_m"), **c), None, None)
     return found
 
 
@@ -113,7 +130,8 @@ def compile_some(names_and_labels: list[tuple[str, str]]) -> list[str]:
     for name, label in names_and_labels:
         w = workloads.named(name)[0]
         shared, made, plan = prepare(w, 1)
-        config = candidates(problem_of(w))[label]
+        p = problem_of(w)
+        config = {**candidates(p), **candidates(p, shrinks(p)[0])}[label]
         launch.delta = lambda p, config=config: config
         try:
             call(w, made[0], shared, plan)
@@ -127,7 +145,7 @@ def precompile(chosen, workers: int) -> None:
     tasks, seen = [], set()
     for w in chosen:
         p = problem_of(w)
-        for label, config in candidates(p).items():
+        for label, config in {**candidates(p), **candidates(p, shrinks(p)[0])}.items():
             parts = []
             for part in (config.fused, config.shrink, config.expand):
                 parts.append(None if part is None else tuple((k, v) for k, v in asdict(part).items() if k != "tiles"))
@@ -140,6 +158,24 @@ def precompile(chosen, workers: int) -> None:
         for failed in pool.map(compile_some, [tasks[i::workers] for i in range(workers)]):
             for line in failed:
                 print("dropped:", line, flush=True)
+
+
+def measure(w, configs: dict, made: list, shared: dict, plan, timer: GpuTimer) -> list[dict]:
+    first, bits, rows = made[0]["out"].clone(), None, []
+    for label, config in configs.items():
+        launch.delta = lambda p, config=config: config
+        try:
+            made[0]["out"].copy_(first)
+            call(w, made[0], shared, plan)
+            got = made[0]["out"].clone()
+            bits = got if bits is None else bits
+            same = torch.equal(got, bits)
+            us = timer.graph_us([lambda t=t: call(w, t, shared, plan) for t in made], rounds=7)
+        except Exception as error:
+            print("skipped:", w.name, label, type(error).__name__, str(error)[:80], flush=True)
+            continue
+        rows.append({"label": label, "us": round(us, 2), "same_bits": same})
+    return rows
 
 
 def main() -> None:
@@ -157,23 +193,11 @@ def main() -> None:
     results = []
     for w in chosen:
         shared, made, plan = prepare(w, sets_for(workloads.bytes_per_set(w)))
-        first = made[0]["out"].clone()
-        rows, bits = [], None
-        for label, config in candidates(problem_of(w)).items():
-            launch.delta = lambda p, config=config: config
-            try:
-                made[0]["out"].copy_(first)
-                call(w, made[0], shared, plan)
-                got = made[0]["out"].clone()
-                bits = got if bits is None else bits
-                same = torch.equal(got, bits)
-                us = timer.graph_us([lambda t=t: call(w, t, shared, plan) for t in made], rounds=7)
-            except Exception as error:
-                print("skipped:", w.name, label, type(error).__name__, str(error)[:80], flush=True)
-                continue
-            rows.append({"label": label, "us": round(us, 2), "same_bits": same})
-            for t in made[1:]:
-                t["out"].zero_()
+        p = problem_of(w)
+        rows = measure(w, candidates(p), made, shared, plan, timer)
+        best = min((r for r in rows if r["label"].startswith("two")), key=lambda r: r["us"])
+        best = next(s for s in shrinks(p) if best["label"].startswith(f"two {s} "))
+        rows += measure(w, candidates(p, best), made, shared, plan, timer)
         rows.sort(key=lambda r: r["us"])
         differ = [r["label"] for r in rows if not r["same_bits"]]
         peer = min(w.peers.values())

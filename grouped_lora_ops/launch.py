@@ -132,9 +132,12 @@ def chunks_of(features: int) -> int:
     return max(1, cdiv(features, chunk_of(features)))
 
 
-def rank_block(rank: int) -> int:
-    """Length of the pieces that the sum over r is cut into; the matrix units want at least 16."""
-    return min(128, max(16, power_of_2(rank)))
+def rank_block(rank: int, itemsize: int) -> int:
+    """Length of the pieces that the sum over r is cut into; the matrix units want at least 16.
+
+    float32 runs on the ordinary units, where 64 × 32 blocks of h are what fits in registers.
+    """
+    return min(128 if itemsize == 2 else 32, max(16, power_of_2(rank)))
 
 
 def precision(itemsize: int) -> str:
@@ -176,55 +179,93 @@ def _rows_per_slot(p: Problem) -> float:
     return p.tokens / max(1, min(p.tokens, p.slots))
 
 
-def shrink(p: Problem, split: bool = False, block_m: int | None = None) -> ShrinkConfig:
+def estimated_tiles(p: Problem, block_m: int) -> int:
+    """Tiles that evenly spread ids make."""
+    slots = max(1, min(p.tokens, p.slots))
+    return slots * cdiv(cdiv(p.tokens, slots), block_m)
+
+
+def _shrink(p: Problem, block_m: int, block_r: int, block_k: int, num_warps: int, num_stages: int, split: bool) -> ShrinkConfig:
     mode = row_mode(p.tokens, p.slots)
-    block_r = rank_block(p.rank)
-    if block_m is None:
-        block_m = 16
-        if not split:
-            while block_m < 64 and 2 * block_m <= _rows_per_slot(p) and p.tokens * p.groups >= 4 * block_m * p.sms:
-                block_m *= 2
-    if split and p.tokens <= 64:
-        block_r = min(block_r, 32)  # more programs, each with less to load
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
-    chunk = chunk_of(p.in_features)
-    small = p.itemsize == 2
+    if p.itemsize == 4:
+        block_k //= 2
     return ShrinkConfig(
         mode=mode,
         tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
         block_r=block_r,
-        block_k=128 if small and block_m * block_r <= 4096 else 64 if small else 32,
-        chunk=chunk,
+        block_k=block_k,
+        chunk=chunk_of(p.in_features),
         chunks=chunks_of(p.in_features),
         split=split,
         block_t=block_t,
         block_l=block_l,
         precision=precision(p.itemsize),
-        num_warps=4,
-        num_stages=4 if block_r <= 64 else 3,
-        pdl=False,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 
-def expand(p: Problem, block_m: int | None = None, pdl: bool = False) -> ExpandConfig:
-    mode = row_mode(p.tokens, p.slots)
-    if block_m is None:
-        block_m = 16
-        while block_m < 64 and 2 * block_m <= _rows_per_slot(p) and p.tokens * p.groups >= 4 * block_m * p.sms:
-            block_m *= 2
+def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
+    """Rows, ranks and stages that were fastest on an H200 (bench/tune.py, bench/NOTES.md), in bf16."""
+    block_r, rows = rank_block(p.rank, p.itemsize), _rows_per_slot(p)
+    if split and p.tokens <= 64:
+        # few programs: spread them over r; each loads its whole chunk of A at once
+        programs = estimated_tiles(p, 16) * p.groups * chunks_of(p.in_features)
+        while block_r > 16 and programs * rank_block(p.rank, p.itemsize) // block_r < p.sms // 2:
+            block_r //= 2
+        if block_r <= 32:
+            return _shrink(p, 16, block_r, 128, 4, 4, True)
+        return _shrink(p, 16, block_r, 64, 4, 6 if block_r <= 64 else 4, True)
+    if split:
+        block_m = 64 if rows >= 256 and (block_r >= 64 or p.tokens * p.groups >= 4096) else 32 if rows >= 32 else 16
+        while block_m > 16 and estimated_tiles(p, block_m) * p.groups * chunks_of(p.in_features) < p.sms // 2:
+            block_m //= 2
+        return _shrink(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
+    if block_r > 64:
+        return _shrink(p, 32 if rows >= 32 else 16, block_r, 64, 4, 3, False)
+    if p.tokens * p.groups < 16 * p.sms:
+        return _shrink(p, 16, block_r, 128, 4, 4, False)
+    if block_r == 64 and rows < 256:
+        return _shrink(p, 64 if rows >= 64 else 16, block_r, 64, 4, 5, False)
+    return _shrink(p, 32 if rows >= 32 else 16, block_r, 128, 4, 4, False)
+
+
+def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
+    """As `shrink`: small tiles while programs are few, then several blocks of N a program behind one load of h."""
+    mode, rows, block_r = row_mode(p.tokens, p.slots), _rows_per_slot(p), rank_block(p.rank, p.itemsize)
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
+    work = p.tokens * p.groups
+    block_m, block_n, num_warps, loop, num_stages = 16, 128, 4, 1, 1
+    if p.tokens < 64 or block_r > 64 or p.itemsize == 4:
+        block_n = 64
+    programs = estimated_tiles(p, 16) * p.groups * cdiv(p.out_features, block_n)
+    if programs > 4 * p.sms:
+        loop, num_stages = 4, 3
+    if work >= 4096 and rows >= 32:
+        block_m, loop = (32, 2) if block_r <= 32 else (32, 4) if rows < 256 else (16, 4)
+        num_stages = 2 if loop == 2 else 3
+    if work >= 8192 and block_r > 32:
+        if rows >= 2048:
+            block_m, block_n, num_warps, loop, num_stages = 128, 64, 8, 8, 3
+        elif rows >= 32:
+            block_m, loop, num_stages = 64 if rows >= 256 else 32, 8, 3
+    if block_r > 64 or p.itemsize == 4:
+        num_stages = min(num_stages, 2)
+        block_m = min(block_m, 64 if p.itemsize == 2 else 32)
     return ExpandConfig(
         mode=mode,
         tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
-        block_n=64 if p.tokens <= 64 or rank_block(p.rank) > 64 else 128,
-        rank_block=rank_block(p.rank),
+        block_n=block_n,
+        rank_block=block_r,
         block_t=block_t,
         block_l=block_l,
         precision=precision(p.itemsize),
-        num_warps=4,
-        num_stages=1,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        loop=loop,
         pdl=pdl,
     )
 
@@ -236,35 +277,58 @@ def fused(p: Problem, block_m: int, **changes) -> FusedConfig:
         mode=mode,
         tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
-        block_n=128 if p.itemsize == 2 else 64,
+        block_n=64,
         block_k=64 if p.itemsize == 2 else 32,
-        rank_block=rank_block(p.rank),
+        rank_block=rank_block(p.rank, p.itemsize),
         chunk=chunk_of(p.in_features),
         chunks=chunks_of(p.in_features),
         block_t=block_t,
         block_l=block_l,
         precision=precision(p.itemsize),
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
         n_stages=2,
     )
     return replace(config, **changes)
 
 
+def _fused(p: Problem) -> FusedConfig | None:
+    """The one-launch kernel where the rows alone fill the GPU and it was faster than two launches, else None."""
+    block_r, rows, work = rank_block(p.rank, p.itemsize), _rows_per_slot(p), p.tokens * p.groups
+    if p.itemsize == 4:
+        return fused(p, 64) if p.rank <= block_r and rows >= 64 and work >= 128 * p.sms else None
+    if block_r <= 32 and work >= 128 * p.sms and rows >= 64:
+        return fused(p, 32, block_k=128, num_stages=2, n_stages=4)
+    if block_r <= 32 and work >= 48 * p.sms and rows >= 32:
+        return fused(p, 16, block_n=128, block_k=128, num_stages=4, n_stages=3)
+    if block_r == 64 and work >= 128 * p.sms and rows >= 256:
+        if rows >= 2048:
+            return fused(p, 128, n_stages=3)
+        return fused(p, 64, block_k=128, n_stages=4)
+    return None
+
+
 def delta(p: Problem) -> DeltaConfig:
-    """Fused where the rows alone fill the GPU and h fits in registers; else a shrink split over D, then an expand."""
+    """One launch (fused) for long batches; else a shrink, split over D while its programs are few, then an expand."""
     for rule in table(p.arch).get("delta", ()):
         if _matches(rule["when"], p):
-            if rule["kernel"] == "fused":
+            if "fused" in rule:
                 return DeltaConfig(fused(p, **rule["fused"]), None, None)
-            return DeltaConfig(
-                None, replace(shrink(p, **rule.get("base", {})), **rule["shrink"]), replace(expand(p), **rule["expand"])
-            )
-    if p.rank <= 128 and p.tokens * p.groups >= 64 * p.sms and _rows_per_slot(p) >= 32:
-        return DeltaConfig(fused(p, 64 if p.tokens * p.groups >= 2 * 64 * p.sms else 32), None, None)
-    split = p.tokens <= SCAN_TOKENS and p.tokens * p.groups < 16 * 4 * p.sms
+            first = replace(shrink(p, split=rule["split"]), pdl=has_pdl(p.arch))
+            return DeltaConfig(None, _retile(first, p, rule["shrink"]), _retile(expand(p, pdl=has_pdl(p.arch)), p, rule["expand"]))
+    one = _fused(p)
+    if one is not None:
+        return DeltaConfig(one, None, None)
+    work = p.tokens * p.groups
+    split = work < 16 * p.sms or (work < 64 * p.sms and rank_block(p.rank, p.itemsize) <= 32)
     pdl = has_pdl(p.arch)
     return DeltaConfig(None, replace(shrink(p, split=split), pdl=pdl), expand(p, pdl=pdl))
+
+
+def _retile(config, p: Problem, changes: dict):
+    """A configuration with a rule's changes; the number of tiles follows the tile height."""
+    config = replace(config, **changes)
+    return replace(config, tiles=tile_count(config.block_m, p.tokens, p.slots, config.mode == SINGLE))
 
 
 def plan(tokens: int, slots: int) -> PlanConfig:
@@ -278,20 +342,21 @@ def plan(tokens: int, slots: int) -> PlanConfig:
 def wgrad(p: Problem, width: int) -> WgradConfig:
     """Rows in chunks whose partial sums are added in order; as many as fill the GPU."""
     mode = SINGLE if p.slots == 1 else PLAN
-    block_w = 128 if p.itemsize == 2 else 64
-    columns = cdiv(width, block_w) * max(1, p.groups) * cdiv(p.rank, 64)
+    half = p.itemsize == 2
+    block_w, block_r = (128, min(64, rank_block(p.rank, 2))) if half else (64, min(32, rank_block(p.rank, 4)))
+    columns = cdiv(width, block_w) * max(1, p.groups) * cdiv(p.rank, block_r)
     wanted = max(1, (2 * p.sms) // columns)
     chunk_rows = max(64, power_of_2(cdiv(p.tokens, wanted)))
     return WgradConfig(
         mode=mode,
         tiles=tile_count(chunk_rows, p.tokens, p.slots, mode == SINGLE),
         chunk_rows=chunk_rows,
-        block_t=64 if p.itemsize == 2 else 32,
+        block_t=32 if half else 16,
         block_w=block_w,
-        block_r=min(64, rank_block(p.rank)),
+        block_r=block_r,
         block_l=max(16, power_of_2(p.slots + 1)),
         precision=precision(p.itemsize),
-        num_warps=4,
+        num_warps=8 if block_r == 64 else 4,
         num_stages=3,
     )
 
@@ -299,7 +364,7 @@ def wgrad(p: Problem, width: int) -> WgradConfig:
 def _matches(when: dict, p: Problem) -> bool:
     rows = _rows_per_slot(p)
     work = p.tokens * p.groups
-    values = {"itemsize": p.itemsize, "rank": rank_block(p.rank), "rows": rows, "work": work, "tokens": p.tokens}
+    values = {"itemsize": p.itemsize, "rank": rank_block(p.rank, p.itemsize), "rows": rows, "work": work, "tokens": p.tokens}
     values.update(groups=p.groups, out=p.out_features, slots=p.slots)
     return all(low <= values[name] <= high for name, (low, high) in when.items())
 
