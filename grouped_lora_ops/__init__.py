@@ -6,8 +6,9 @@ Importing the package registers `torch.ops.grouped_lora.*`; the functions here a
 from . import reference
 from .plan import PlanView, refill
 from .plan import view as plan_view
-from .ops import delta, delta_, expand, expand_, plan, shrink  # noqa: I001 (the op `plan` shadows the module)
 from .warmup import Shape, warmup
+
+from .ops import delta, delta_, expand, expand_, plan, shrink  # isort: skip  (last: the op `plan` shadows the module)
 
 __version__ = "0.1.0"
 

@@ -59,13 +59,17 @@ def expand_rows(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
     TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Columns n_first … n_last−1 of a tile whose h is split into high and low. TAIL: b's vectors reach past the rank, into columns that may hold anything: zero them."""
+    """Columns n_first … n_last−1 of a tile whose h is split into high and low.
+
+    TAIL: b's vectors reach past the rank, into columns that may hold anything, and are zeroed there.
+    """
     r = tl.arange(0, BLOCK_R)
     for n0 in tl.range(n_first, n_last, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
         n_in = n < n_last
         mask = write[:, None] & n_in[None, :]
-        b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=(r < load_rank)[:, None] & n_in[None, :], other=0.0)
+        b_mask = (r < load_rank)[:, None] & n_in[None, :]
+        b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=b_mask, other=0.0)
         if TAIL:
             b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
         base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
