@@ -1,0 +1,109 @@
+"""Without a GPU our Triton kernels run in Triton's interpreter, on CPU tensors; with one, on it.
+
+A test that takes the fixture `kernels` runs our kernels. On a machine with a GPU such tests carry the mark `gpu`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+if GPU:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+else:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "kernels" in getattr(item, "fixturenames", ()) and GPU:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not GPU:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@contextmanager
+def poisoned():
+    """Every torch.empty is filled with NaN (integers: their largest value)."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Kernels:
+    """The ops as our kernels run them, on poisoned memory: `torch.ops` on a GPU, else the interpreter."""
+
+    device = "cuda" if GPU else "cpu"
+    STEMS = {
+        "plan": ("plan", "_cuda"),
+        "shrink": ("shrink", "_cuda"),
+        "expand": ("expand", "_cuda"),
+        "expand_": ("expand", "_cuda_"),
+        "delta": ("delta", "_cuda"),
+        "delta_": ("delta", "_cuda_"),
+        "shrink_backward": ("shrink", "_backward_cuda"),
+        "expand_backward": ("expand", "_backward_cuda"),
+        "delta_backward": ("delta", "_backward_cuda"),
+    }
+
+    def __getattr__(self, name):
+        stem, implementation = self.STEMS[name]
+        if GPU:
+            run = getattr(torch.ops.grouped_lora, name)
+        else:
+            run = getattr(importlib.import_module(f"grouped_lora_ops.ops.{stem}"), implementation)
+
+        def call(*args, **kwargs):
+            with poisoned():
+                return run(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def kernels():
+    return Kernels()
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """force("plan fused tall") makes the launch choice at sizes that would choose otherwise.
+
+    plan: rows come from a plan at any T. fused, split, whole: delta in one launch, or two with the sum over D cut or
+    not. tall: 64-row tiles and several blocks of N a program.
+    """
+    from grouped_lora_ops import launch
+
+    shrink, expand, fused = launch.shrink, launch.expand, launch.fused
+
+    def tall(config, p, **changes):
+        tiles = launch.tile_count(64, p.tokens, p.slots, config.mode == launch.SINGLE)
+        return replace(config, block_m=64, tiles=tiles, **changes)
+
+    def apply(how: str):
+        words = how.split()
+        if "plan" in words:
+            monkeypatch.setattr(launch, "SCAN_TOKENS", 0)
+        if "tall" in words:
+            monkeypatch.setattr(launch, "shrink", lambda p, *args, **kw: tall(shrink(p, *args, **kw), p))
+            monkeypatch.setattr(launch, "expand", lambda p, **kw: tall(expand(p, **kw), p, block_n=64, loop=4))
+        if "fused" in words:
+            block_m = 64 if "tall" in words else 16
+            monkeypatch.setattr(launch, "delta", lambda p: launch.DeltaConfig(fused(p, block_m), None, None))
+        elif "split" in words:
+            monkeypatch.setattr(
+                launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))
+            )
+        elif "whole" in words:
+            monkeypatch.setattr(launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p), launch.expand(p)))
+
+    return apply
