@@ -283,7 +283,7 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
 
     Column slices of one buffer (equal row strides, disjoint columns) are recognised as apart.
     """
-    if a.numel() == 0 or b.numel() == 0:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or a.numel() == 0 or b.numel() == 0:
         return False
     start_a, start_b = a.data_ptr(), b.data_ptr()
     end_a, end_b = start_a + _span(a), start_b + _span(b)

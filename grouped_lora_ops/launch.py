@@ -224,7 +224,8 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
             block_m //= 2
         return _shrink(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
     if block_r > 64:
-        return _shrink(p, 32 if rows >= 32 else 16, block_r, 64, 4, 3, False)
+        block_m = 128 if rows >= 256 else 64 if rows >= 64 else 16
+        return _shrink(p, block_m, block_r, 64, 8 if block_m > 16 else 4, 3, False)
     if p.tokens * p.groups < 16 * p.sms:
         return _shrink(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
@@ -251,6 +252,8 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
             block_m, block_n, num_warps, loop, num_stages = 128, 64, 8, 8, 3
         elif rows >= 32:
             block_m, loop, num_stages = 64 if rows >= 256 else 32, 8, 3
+    if block_r > 64 and rows >= 64 and work >= 2048:
+        block_m, block_n, num_warps = 64, 128, 8
     if block_r > 64 or p.itemsize == 4:
         num_stages = min(num_stages, 2)
         block_m = min(block_m, 64 if p.itemsize == 2 else 32)

@@ -74,6 +74,16 @@ def kernels():
     return Kernels()
 
 
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    """Launch choices are remembered; a test that changes how they are made must not meet, or leave, older ones."""
+    from grouped_lora_ops.ops import common
+
+    common.configured.cache_clear()
+    yield
+    common.configured.cache_clear()
+
+
 @pytest.fixture
 def force(monkeypatch):
     """force("plan fused tall") makes the launch choice at sizes that would choose otherwise.

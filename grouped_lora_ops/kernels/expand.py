@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ExpandConfig
+from ..launch import ExpandConfig, cdiv
 from .shrink import strides
 from .tile import dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
 
@@ -264,13 +264,13 @@ def expand(
         o_vec = b_vec = math.gcd(o_vec, b_vec)
     loop = config.loop if rank <= config.rank_block and sum_groups == 1 else 1
     span = config.block_n * loop
-    slices, n_blocks = None, triton.cdiv(features, span)
+    slices, n_blocks = None, cdiv(features, span)
     if sizes is not None:
         o_vec = math.gcd(o_vec, *sizes)
         if b_unit == 2:
             b_vec = o_vec
         slices = tuple([size // o_vec for size in sizes])
-        n_blocks = sum([triton.cdiv(size, span) for size in sizes])
+        n_blocks = sum([cdiv(size, span) for size in sizes])
     h_vec = vector_width(h, 3, rank)
     hs = strides(h, 3, h_vec)
     bs, os_ = strides(b, b_unit, b_vec), strides(out, o_unit, o_vec)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ShrinkConfig
+from ..launch import ShrinkConfig, cdiv
 from .tile import dot, launch, slice_bounds, tile_rows, unit_axis, vector_width
 
 _SIZES = ("T", "L", "D", "R", "ids_stride")
@@ -165,7 +165,7 @@ def shrink(
     launch(
         name,
         shrink_kernel,
-        (config.tiles * triton.cdiv(rank, config.block_r), config.chunks if config.split else 1, groups),
+        (config.tiles * cdiv(rank, config.block_r), config.chunks if config.split else 1, groups),
         (
             x, a, h, ids, plan, ranks, scalings,
             tokens, slots, features // x_vec if x_unit == 2 else features, rank, ids.stride(0),

@@ -51,13 +51,24 @@ def tile_rows(
         there = offsets < T
         ident = tl.load(ids + offsets * ids_stride, mask=there, other=-1)
         bucket = tl.where((ident >= 0) & (ident < L), ident, L).to(tl.int32)
-        slots = tl.arange(0, BLOCK_L)
-        counts = tl.histogram(bucket, BLOCK_L, mask=there)
-        tiles = (counts + BLOCK_M - 1) // BLOCK_M
-        slot, index = pick_tile(tl.cumsum(tiles, 0), tiles, tile, slots)
-        count = tl.sum(tl.where(slots == slot, counts, 0), 0)
-        mine = (bucket == slot) & there
-        position = tl.cumsum(mine.to(tl.int32), 0) - 1
+        if BLOCK_L <= BLOCK_T:
+            slots = tl.arange(0, BLOCK_L)
+            counts = tl.histogram(bucket, BLOCK_L, mask=there)
+            tiles = (counts + BLOCK_M - 1) // BLOCK_M
+            slot, index = pick_tile(tl.cumsum(tiles, 0), tiles, tile, slots)
+            count = tl.sum(tl.where(slots == slot, counts, 0), 0)
+            mine = (bucket == slot) & there
+            position = tl.cumsum(mine.to(tl.int32), 0) - 1
+        else:  # more slots than rows: a tile is found by its first row, so that no work grows with the slots
+            earlier = (bucket[None, :] == bucket[:, None]) & (offsets[None, :] < offsets[:, None])
+            position = tl.sum((earlier & there[None, :]).to(tl.int32), 1)
+            first = there & (position % BLOCK_M == 0)
+            chosen = first & (tl.cumsum(first.to(tl.int32), 0) - 1 == tile)
+            slot = tl.max(tl.where(chosen, bucket, -1), 0)
+            slot = tl.where(slot < 0, L + 1, slot)
+            index = tl.sum(tl.where(chosen, position // BLOCK_M, 0), 0)
+            mine = (bucket == slot) & there
+            count = tl.sum(mine.to(tl.int32), 0)
         want = index * BLOCK_M + lane
         hit = mine[None, :] & (position[None, :] == want[:, None])
         rows = tl.sum(tl.where(hit, offsets[None, :], 0), 1)

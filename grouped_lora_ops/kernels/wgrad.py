@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import WgradConfig
+from ..launch import WgradConfig, cdiv
 from .shrink import strides
 from .tile import (
     SINGLE,
@@ -158,11 +158,11 @@ def wgrad(
         vec = math.gcd(vec, *sizes)
         slices, groups, widest = tuple([size // vec for size in sizes]), len(sizes), max(sizes)
     ws = strides(wide, w_unit, vec)
-    r_blocks = triton.cdiv(rank, config.block_r)
+    r_blocks = cdiv(rank, config.block_r)
     launch(
         name,
         wgrad_kernel,
-        (triton.cdiv(widest, config.block_w), r_blocks * groups, config.tiles),
+        (cdiv(widest, config.block_w), r_blocks * groups, config.tiles),
         (
             narrow, wide, parts, ids, plan, ranks,
             tokens, slots, width // vec, rank, ids.stride(0),
@@ -179,7 +179,7 @@ def wgrad(
     launch(
         name,
         wgrad_sum_kernel,
-        (triton.cdiv(width, config.block_w), r_blocks * out.shape[1], slots),
+        (cdiv(width, config.block_w), r_blocks * out.shape[1], slots),
         (parts, out, plan, ranks, scalings, tokens, slots, width, rank, config.tiles, *out.stride()),
         (out.shape[1], config.mode, config.chunk_rows, config.block_w, config.block_r, config.block_l),
         4,

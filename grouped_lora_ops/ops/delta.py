@@ -92,8 +92,9 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     problem = common.problem(
         x, dims.tokens, dims.groups, dims.in_features, dims.out_features if sizes is None else max(sizes), dims.rank, dims.slots
     )
-    config = launch.delta(problem)
-    plan = common.plan_for(adapter_ids, dims.slots, plan, launch.needs_plan(dims.tokens, dims.slots))
+    config = common.configured(launch.delta, problem)
+    mode = (config.fused or config.shrink).mode
+    plan = common.plan_for(adapter_ids, dims.slots, plan, mode == launch.PLAN)
     if config.fused is not None:
         fused.delta(name, xg, ag, bg, baseg, outg, adapter_ids, plan, ranks, scalings, sizes, copy, config.fused)
         return

@@ -101,7 +101,7 @@ def run(
         return
     from ..kernels import expand as kernels
 
-    config = launch.expand(common.problem(out, tokens, groups, 0, features, rank, slots))
+    config = common.configured(launch.expand, common.problem(out, tokens, groups, 0, features, rank, slots))
     plan = common.plan_for(adapter_ids, slots, plan, config.mode == launch.PLAN)
     kernels.expand(name, h, b, base, out, adapter_ids, plan, ranks, scalings, sizes, sum_groups, copy, config)
 

@@ -57,7 +57,7 @@ def run(
 
     h = torch.empty(1, tokens, groups, rank, dtype=torch.float32, device=x.device)
     widest = features if sizes is None else max(sizes)
-    config = launch.shrink(common.problem(x, tokens, groups, widest, 0, rank, slots))
+    config = common.configured(launch.shrink, common.problem(x, tokens, groups, widest, 0, rank, slots))
     plan = common.plan_for(adapter_ids, slots, plan, config.mode == launch.PLAN)
     kernels.shrink(name, x, a, h, adapter_ids, plan, ranks, scalings, sizes, True, config)
     return h[0]

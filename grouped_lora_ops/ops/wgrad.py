@@ -32,7 +32,7 @@ def wgrad(
     sum_groups = narrow.shape[1] if groups == 1 and sizes is None else 1
     parts_of = len(sizes) if sizes is not None else groups
     problem = common.problem(wide, wide.shape[0], parts_of, width, 0, rank, slots)
-    config = launch.wgrad(problem, width if sizes is None else max(sizes))
+    config = common.configured(launch.wgrad, problem, width if sizes is None else max(sizes))
     plan = common.plan_for(adapter_ids, slots, plan, config.mode == launch.PLAN)
     parts = torch.empty(config.tiles, groups, rank, width, dtype=torch.float32, device=wide.device)
     kernels.wgrad(name, narrow, wide, parts, out, adapter_ids, plan, ranks, scalings, sizes, sum_groups, config)
