@@ -9,7 +9,7 @@ from torch import Tensor
 from ..launch import FusedConfig
 from .expand import copy_rows, expand_rows
 from .shrink import shrink_rows, strides
-from .tile import launch, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import SINGLE, launch, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 
 @triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d",
@@ -50,6 +50,7 @@ def delta_kernel(
         p_n = 1
     OUT: tl.constexpr = out.dtype.element_ty
     HAS_BASE: tl.constexpr = base is not None
+    MIXED: tl.constexpr = COPY and MODE == SINGLE
     wide_rows = rows.to(tl.int64)
     row_o = wide_rows * (o_t * O_VEC)
     row_p = wide_rows * (p_t * O_VEC)
@@ -92,13 +93,13 @@ def delta_kernel(
         load_rank = rank
     if load_rank == rank:
         expand_rows(
-            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
-            BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, N_STAGES, OUT, PRECISION,
+            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
+            0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         expand_rows(
-            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, 0, n_size, scaling,
-            BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, 1, OUT, PRECISION,
+            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
+            0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
         )  # fmt: skip
 
 

@@ -8,13 +8,18 @@ from torch import Tensor
 
 from ..launch import ExpandConfig, cdiv
 from .shrink import strides
-from .tile import dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import SINGLE, dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 
 @triton.jit
-def finish(acc, scaling, base_tile, HAS_BASE: tl.constexpr, OUT: tl.constexpr):
-    """scaling · acc, added to base in float32 and rounded once; where it is zero base keeps its bits (−0.0 too)."""
+def finish(acc, scaling, base_tile, active, HAS_BASE: tl.constexpr, MIXED: tl.constexpr, OUT: tl.constexpr):
+    """scaling · acc, added to base in float32 and rounded once; where it is zero base keeps its bits (−0.0 too).
+
+    MIXED: the tile also has rows without an adapter, where acc and scaling may be NaN: 0 · Inf of the slot's weights.
+    """
     delta = acc * scaling
+    if MIXED:
+        delta = tl.where(active[:, None], delta, 0.0)
     if HAS_BASE:
         total = round_to(tl.fma(acc, scaling, base_tile.to(tl.float32)), OUT)
         return tl.where(delta == 0, base_tile, total)
@@ -55,8 +60,8 @@ def copy_rows(
 
 @triton.jit
 def expand_rows(
-    high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank, n_first, n_last, scaling,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
+    high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank, n_first, n_last,
+    scaling, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, MIXED: tl.constexpr,
     TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Columns n_first … n_last−1 of a tile whose h is split into high and low.
@@ -77,7 +82,7 @@ def expand_rows(
             base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
-        y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
+        y = finish(acc, scaling, base_tile, active, HAS_BASE, MIXED, OUT)
         tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
 
 
@@ -154,6 +159,7 @@ def expand_kernel(
     OUT: tl.constexpr = out.dtype.element_ty
     base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
     HAS_BASE: tl.constexpr = base is not None
+    MIXED: tl.constexpr = COPY and MODE == SINGLE
     if LOOP > 1:
         n_first = n_block * SPAN
         n_last = tl.minimum(n_first + SPAN, n_size)
@@ -185,13 +191,13 @@ def expand_kernel(
             load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
         if load_rank == rank:
             expand_rows(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
-                n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, N_STAGES, OUT, PRECISION,
+                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
             )  # fmt: skip
         else:
             expand_rows(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, rank, load_rank,
-                n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, 1, OUT, PRECISION,
+                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
             )  # fmt: skip
         return
     if HAS_BASE:
@@ -231,7 +237,7 @@ def expand_kernel(
             acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
     if PDL and rank == 0:
         tl.extra.cuda.gdc_wait()
-    y = finish(acc, scaling, base_tile, HAS_BASE, OUT)
+    y = finish(acc, scaling, base_tile, active, HAS_BASE, MIXED, OUT)
     tl.store(o_ptrs, y, mask=mask)
 
 

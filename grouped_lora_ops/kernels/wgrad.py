@@ -130,7 +130,7 @@ def wgrad_sum_kernel(
         part = parts + ((chunk * GROUPS + group).to(tl.int64) * R + r[:, None]) * W + w[None, :]
         acc += tl.load(part, mask=inside & (r < rank)[:, None], other=0.0)
     if scalings is not None:
-        acc *= tl.load(scalings + slot)
+        acc = tl.where(acc == 0, 0.0, acc * tl.load(scalings + slot))  # a slot without rows may hold any scaling
     o_ptrs = out + slot.to(tl.int64) * o_l + group * o_g + r[:, None] * o_r + w[None, :] * o_w
     tl.store(o_ptrs, round_to(acc, out.dtype.element_ty), mask=inside)
 
