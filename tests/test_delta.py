@@ -165,6 +165,25 @@ def test_a_zero_delta_leaves_the_bits_of_base(kernels, force, dtype, slots, how)
         assert not kernels.delta(*factors, ranks=ranks).any(), what
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("how", ["fused", "split", "whole tall"])
+def test_rows_without_an_adapter_beside_a_broken_one(kernels, force, how, slots):
+    """Weights and scalings of NaN and Inf: rows of another slot, or of none, never see them, forward or backward."""
+    force(how)
+    c = build("wo_a", slots=slots, ids=[0, -1, 0, -1, -1, 0, -1], device=kernels.device)
+    c.a[0], c.b[0], c.scalings[0] = NAN, float("inf"), NAN
+    none = c.ids < 0
+    c.base[:] = -0.0
+    assert_bits(kernels.delta(*c.factors, base=c.base)[none], c.base[none])
+    assert not kernels.delta(*c.factors)[none].any()
+    grads = kernels.delta_backward(c.grad_y, *c.factors, None, None, None, [True] * 3)
+    assert not grads[0][none].any()
+    c.ids[:] = -1
+    assert_bits(kernels.delta(*c.factors, base=c.base), c.base)
+    for grad in kernels.delta_backward(c.grad_y, *c.factors, None, None, None, [True] * 3):
+        assert not grad.any()
+
+
 @pytest.mark.parametrize("how", ["fused", "split", "plan fused"])
 def test_ids_out_of_range_count_as_none(kernels, force, how):
     force(how)
