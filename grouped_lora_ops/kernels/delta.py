@@ -9,7 +9,7 @@ from torch import Tensor
 from ..launch import FusedConfig
 from .expand import copy_rows, expand_rows
 from .shrink import shrink_rows, strides
-from .tile import SINGLE, launch, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import SCAN, SINGLE, launch, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 
 @triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d",
@@ -91,7 +91,12 @@ def delta_kernel(
         load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
     else:
         load_rank = rank
-    if load_rank == rank:
+    if MODE == SCAN:  # no branch: Triton 3.6 fails to compile two such loops behind a scan of the ids
+        expand_rows(
+            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
+            0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, N_STAGES, OUT, PRECISION,
+        )  # fmt: skip
+    elif load_rank == rank:
         expand_rows(
             high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
             0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch import ExpandConfig, cdiv
 from .shrink import strides
-from .tile import SINGLE, dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import SCAN, SINGLE, dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 
 @triton.jit
@@ -189,7 +189,12 @@ def expand_kernel(
         load_rank = rank
         if B_UNIT == 3:
             load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
-        if load_rank == rank:
+        if MODE == SCAN:  # no branch: Triton 3.6 fails to compile two such loops behind a scan of the ids
+            expand_rows(
+                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, N_STAGES, OUT, PRECISION,
+            )  # fmt: skip
+        elif load_rank == rank:
             expand_rows(
                 high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
                 load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
