@@ -230,6 +230,8 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
         return _shrink(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
         return _shrink(p, 64 if rows >= 64 else 16, block_r, 64, 4, 5, False)
+    if block_r == 64 and rows < 1024:
+        return _shrink(p, 16, block_r, 128, 4, 5, False)
     return _shrink(p, 32 if rows >= 32 else 16, block_r, 128, 4, 4, False)
 
 

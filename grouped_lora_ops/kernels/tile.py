@@ -51,7 +51,7 @@ def tile_rows(
         there = offsets < T
         ident = tl.load(ids + offsets * ids_stride, mask=there, other=-1)
         bucket = tl.where((ident >= 0) & (ident < L), ident, L).to(tl.int32)
-        if BLOCK_L <= BLOCK_T:
+        if BLOCK_L <= 256:
             slots = tl.arange(0, BLOCK_L)
             counts = tl.histogram(bucket, BLOCK_L, mask=there)
             tiles = (counts + BLOCK_M - 1) // BLOCK_M
@@ -59,7 +59,7 @@ def tile_rows(
             count = tl.sum(tl.where(slots == slot, counts, 0), 0)
             mine = (bucket == slot) & there
             position = tl.cumsum(mine.to(tl.int32), 0) - 1
-        else:  # more slots than rows: a tile is found by its first row, so that no work grows with the slots
+        else:  # many slots: a tile is found by its first row, so that no work grows with them (5 µs more at T = 64)
             earlier = (bucket[None, :] == bucket[:, None]) & (offsets[None, :] < offsets[:, None])
             position = tl.sum((earlier & there[None, :]).to(tl.int32), 1)
             first = there & (position % BLOCK_M == 0)

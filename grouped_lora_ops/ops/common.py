@@ -76,3 +76,8 @@ def plan_for(adapter_ids: Tensor, slots: int, plan: Tensor | None, required: boo
 def empty_like_unless(wanted: bool, like: Tensor) -> Tensor:
     """A dense tensor of like's shape, or an empty stand-in for a gradient nobody asked for."""
     return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else like.new_empty(0)
+
+
+def needs_grad(ctx, position: int) -> bool:
+    """ctx.needs_input_grad[position]; the dispatcher drops trailing arguments that have their default value."""
+    return position < len(ctx.needs_input_grad) and ctx.needs_input_grad[position]

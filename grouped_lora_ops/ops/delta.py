@@ -185,7 +185,7 @@ def _grad(ctx, grad_y):
         grads = _backward_op(
             grad_y, x, lora_a, lora_b, adapter_ids, scalings, ctx.out_sizes, ranks, plan, needs
         )
-    base = grad_y if ctx.needs_input_grad[5] else None
+    base = grad_y if common.needs_grad(ctx, 5) else None
     return *[g if need else None for g, need in zip(grads, needs)], None, None, base, None, None, None
 
 

@@ -218,7 +218,7 @@ def _grad(ctx, grad_y):
     dh = db = None
     if any(needs):
         dh, db = _backward_op(grad_y, h, lora_b, adapter_ids, scalings, ctx.out_sizes, ranks, plan, needs)
-    base = grad_y if ctx.needs_input_grad[4] else None
+    base = grad_y if common.needs_grad(ctx, 4) else None
     return dh if needs[0] else None, db if needs[1] else None, None, None, base, None, None, None
 
 
