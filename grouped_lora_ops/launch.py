@@ -376,9 +376,23 @@ def _matches(when: dict, p: Problem) -> bool:
 
 @functools.cache
 def table(arch: str) -> dict:
-    """The measured rules for an architecture, or none: `launch_tables/<arch>.json` or the file GROUPED_LORA_TABLE names."""
+    """Rules that come before the closed form: `launch_tables/<arch>.json`, or the file GROUPED_LORA_TABLE names; or none.
+
+    {"delta": [{"when": {"rank": [64, 64], "work": [4096, 8191]}, "split": false, "shrink": {"block_m": 16},
+    "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
+    hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
+    the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. A rule may not change what fixes a row's bits:
+    chunk, chunks and rank_block.
+    """
     path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"
     try:
-        return json.loads(Path(path).read_text())
+        rules = json.loads(Path(path).read_text())
     except FileNotFoundError:
+        if "GROUPED_LORA_TABLE" in os.environ:
+            raise ValueError(f"grouped_lora: GROUPED_LORA_TABLE must name a file; got {path}.") from None
         return {}
+    for rule in rules.get("delta", ()):
+        frozen = {"chunk", "chunks", "rank_block"} & {k for part in ("shrink", "expand", "fused") for k in rule.get(part, ())}
+        if frozen:
+            raise ValueError(f"grouped_lora: a rule of {path} must not change {sorted(frozen)}, which fix a row's bits; got {rule}.")
+    return rules
