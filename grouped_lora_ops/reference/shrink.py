@@ -30,7 +30,7 @@ def shrink(
     """h[t, g] = A[l, g] x[t, g] with l = adapter_ids[t]; float32; exact zeros for rows without an adapter and past ranks[l]."""
     acc = accumulator(x.dtype)
     xg, ag = with_groups(x, 1, 3), with_groups(lora_a, 1, 4)
-    groups = max(xg.shape[1], ag.shape[1])
+    groups = ag.shape[1] if x.dim() == 2 else x.shape[1]
     h = torch.zeros(x.shape[0], groups, lora_a.shape[-2], dtype=acc, device=x.device)
     for slot, rows in slot_rows(adapter_ids, lora_a.shape[0]):
         rank = h.shape[2] if ranks is None else int(ranks[slot])

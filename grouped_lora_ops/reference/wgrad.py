@@ -26,7 +26,7 @@ def wgrad(
     out = torch.zeros(num_slots, out_groups, narrow.shape[2], wide.shape[2], dtype=acc, device=wide.device)
     for slot, rows in slot_rows(adapter_ids, num_slots):
         rank = narrow.shape[2] if ranks is None else int(ranks[slot])
-        groups = max(narrow.shape[1], wide.shape[1])
+        groups = wide.shape[1] if narrow.shape[1] == 1 else narrow.shape[1]
         n, w = narrow[rows, :, :rank].expand(-1, groups, -1), wide[rows].to(acc).expand(-1, groups, -1)
         part = torch.einsum("tgr,tgw->grw", n, w)
         if out_groups == 1:
