@@ -28,7 +28,7 @@ def on_device(run):
 
     @functools.wraps(run)
     def guarded(*args, **kwargs):
-        device = args[0].device
+        device = (args[0] if args else next(iter(kwargs.values()))).device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return run(*args, **kwargs)
         with torch.cuda.device(device):

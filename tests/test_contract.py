@@ -1,0 +1,149 @@
+"""What holds for the whole house: who may import what, what an import costs, and the launch choice."""
+
+from __future__ import annotations
+
+import ast
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import grouped_lora_ops as gl
+from grouped_lora_ops import launch
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "grouped_lora_ops"
+ROOMS = {  # what a room may import of ours; arrows point down
+    "reference": {"reference"},
+    "kernels": {"launch", "kernels"},
+    "ops": {"_library", "_checks", "reference", "launch", "kernels", "ops"},
+    "launch.py": set(),
+    "_library.py": set(),
+    "_checks.py": set(),
+    "plan.py": {"ops"},
+    "warmup.py": {"launch", "ops"},
+    "adapters": {"adapters", "_checks"},
+}
+
+
+def imports_of_ours(path: Path):
+    """The rooms a file imports, by absolute and by relative imports."""
+    inside = path.relative_to(PACKAGE).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [a.name.split(".") for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [(node.module or "").split(".")]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(inside[: len(inside) - node.level]) + (node.module.split(".") if node.module else [])
+            names = [["grouped_lora_ops", *(base or [a.name])] for a in node.names]
+        else:
+            continue
+        for parts in names:
+            if parts[0] == "grouped_lora_ops" and len(parts) > 1:
+                yield parts[1]
+            assert parts[0] not in ("tests", "bench", "examples"), path
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down(room):
+    path = PACKAGE / room
+    files = [path] if path.suffix else sorted(path.rglob("*.py"))
+    assert files
+    for file in files:
+        assert set(imports_of_ours(file)) <= ROOMS[room], file
+
+
+def test_an_import_needs_neither_triton_nor_a_gpu():
+    code = "import sys, grouped_lora_ops; sys.exit('triton' in sys.modules or 'cupy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_ops_are_registered_once_and_only_in_the_library():
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "_library.py":
+            assert "torch.library.Library" not in path.read_text() and "custom_op" not in path.read_text(), path
+    for name in ("plan", "shrink", "expand", "expand_", "delta", "delta_"):
+        op = getattr(torch.ops.grouped_lora, name).default
+        assert torch.Tag.pt2_compliant_tag in op.tags
+        assert callable(getattr(gl, name)) and callable(getattr(gl.reference, name))
+        assert getattr(gl, name).__doc__
+
+
+def problems(count, seed=0):
+    draw = random.Random(seed)
+    for _ in range(count):
+        yield launch.Problem(
+            arch=draw.choice(["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_123"]),
+            sms=draw.choice([1, 20, 132, 148]),
+            itemsize=draw.choice([2, 4]),
+            tokens=int(2 ** draw.uniform(0, 18)),
+            groups=draw.choice([1, 2, 4, 8, 16]),
+            in_features=draw.choice([1, 100, 2048, 4096, 7168, 18432]),
+            out_features=draw.choice([1, 127, 1024, 4096]),
+            rank=draw.randint(1, 512),
+            slots=draw.choice([1, 2, 8, 64, 1024]),
+        )
+
+
+def test_every_problem_gets_a_configuration():
+    for p in problems(3000):
+        config = launch.delta(p)
+        assert (config.fused is None) == (config.shrink is not None) == (config.expand is not None)
+        launch.wgrad(p, p.in_features), launch.plan(p.tokens, p.slots)
+        for part in (config.fused, config.shrink):
+            if part is not None:
+                assert part.chunk % part.block_k == 0
+                assert part.chunk * part.chunks >= p.in_features
+        if config.fused is not None:
+            assert p.rank <= config.fused.rank_block
+
+
+def test_what_fixes_a_rows_bits_does_not_depend_on_the_batch():
+    for p in problems(300):
+        for tokens in (1, 64, 129, 5000, 100_000):
+            for slots in (1, 8, 1024):
+                q = launch.replace(p, tokens=tokens, slots=slots)
+                config = launch.delta(q)
+                parts = [c for c in (config.fused, config.shrink) if c is not None]
+                assert {(c.chunk, c.chunks) for c in parts} == {(launch.chunk_of(p.in_features), launch.chunks_of(p.in_features))}
+                blocks = [c.rank_block for c in (config.fused, config.expand) if c is not None]
+                assert set(blocks) == {launch.rank_block(p.rank, p.itemsize)}
+
+
+def test_tile_count_bounds_what_any_ids_make():
+    draw = random.Random(1)
+    for _ in range(500):
+        tokens, slots, block = draw.randint(1, 400), draw.randint(1, 40), draw.choice([16, 32, 64, 128])
+        spread = draw.choice([1, slots])
+        counts = [0] * (slots + 1)
+        for _ in range(tokens):
+            counts[draw.randint(slots + 1 - spread, slots)] += 1
+        made = sum(launch.cdiv(c, block) for c in counts)
+        assert made <= launch.tile_count(block, tokens, slots, False)
+
+
+def test_a_launch_table_comes_first_and_may_not_change_bits(tmp_path, monkeypatch):
+    p = launch.Problem("sm_90", 132, 2, 1024, 4, 4096, 1024, 64, 8)
+    table = tmp_path / "table.json"
+    monkeypatch.setenv("GROUPED_LORA_TABLE", str(table))
+    launch.table.cache_clear()
+    try:
+        table.write_text('{"delta": [{"when": {"work": [4096, 4096]}, "split": false, "shrink": {"block_m": 32}, "expand": {"loop": 2}}]}')
+        config = launch.delta(p)
+        assert config.shrink.block_m == 32 and config.expand.loop == 2
+        assert config.shrink.tiles == launch.tile_count(32, 1024, 8, False)
+        launch.table.cache_clear()
+        table.write_text('{"delta": [{"when": {}, "split": false, "shrink": {"chunk": 512}, "expand": {}}]}')
+        with pytest.raises(ValueError, match=r"must not change \['chunk'\]"):
+            launch.delta(p)
+        launch.table.cache_clear()
+        table.unlink()
+        with pytest.raises(ValueError, match="GROUPED_LORA_TABLE must name a file"):
+            launch.delta(p)
+    finally:
+        monkeypatch.undo()
+        launch.table.cache_clear()
