@@ -81,10 +81,10 @@ def test_every_count(kernels, tokens):
 
 @pytest.mark.parametrize("layout", ["slice", "odd", "rows", "transposed", "scattered"])
 def test_layouts(kernels, layout):
-    for form, out in (("wo_a", 70), ("wo_a", 72), ("slices", 0)):
+    for form, out in (("wo_a", 72), ("slices", 0)):
         c = build(form, rank=8, features=64, out=out, ranks=[8, 3, 5], layout=layout, device=kernels.device)
         check(kernels, c, what=f"{layout} {form} {out}")
-    for one in ("b", "base"):
+    for one in ("b", "base") if layout in ("odd", "transposed") else ():
         c = build("wo_a", rank=8, features=64, out=72, layout={one: layout}, device=kernels.device)
         check(kernels, c, what=f"{layout} {one}")
 
@@ -110,9 +110,8 @@ def test_ids_of_either_dtype_and_any_stride(kernels):
             check(kernels, build("plain", id_dtype=id_dtype, features=64, layout={"ids": layout}, device=kernels.device))
 
 
-@dtypes
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("how", ["", "plan"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("slots, how", [(1, ""), (3, ""), (3, "plan")])
 def test_a_zero_delta_leaves_the_bits_of_base(kernels, force, dtype, slots, how):
     """Rows without an adapter, B = 0, scaling 0 and rank 0: −0.0, NaN and infinities of base stay as they are."""
     force(how)
