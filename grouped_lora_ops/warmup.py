@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import launch
-from .ops import common, delta, delta_, expand, expand_, plan, shrink
+from .ops import delta, delta_, expand, expand_, plan, shrink
 
 
 @dataclass(frozen=True)
@@ -46,89 +45,67 @@ def warmup(
 ) -> int:
     """Compile and load what `ops` need for `shapes` at T = 1 … tokens (or at the given Ts); returns the calls made.
 
-    Every distinct launch configuration among those T is called once on dummy tensors with the layout of freshly
-    allocated ones (contiguous, 16-byte aligned): afterwards such calls compile nothing, captured or not. Calls with
-    other layouts (a transposed factor, an unaligned slice) want one call of their own. delta is prepared with and
-    without base. backward: also the gradients of x, lora_a and lora_b. Does nothing on a machine without a GPU.
+    Each of those T is called once on dummy tensors with the layout of freshly allocated ones (contiguous, 16-byte
+    aligned): afterwards such calls compile nothing, captured or not. Calls with other layouts (a transposed factor, an
+    unaligned slice) want one call of their own. delta and expand are prepared with and without base, `plan` always.
+    backward: also the gradients of x, lora_a and lora_b. Does nothing on a machine without a GPU.
     """
+    ops = tuple(ops)
+    for op in ops:
+        if op not in OPS:
+            raise ValueError(f"grouped_lora_ops.warmup: ops must be among {list(OPS)}; got {op!r}.")
     if not torch.cuda.is_available():
         return 0
     device = torch.device(device if device is not None else "cuda")
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    ops = tuple(ops)
-    for op in ops:
-        if op not in OPS:
-            raise ValueError(f"grouped_lora_ops.warmup: ops must be among {list(OPS)}; got {op!r}.")
-    counts = range(1, tokens + 1) if isinstance(tokens, int) else list(tokens)
-    calls = 0
-    for shape in shapes:
-        seen = set()
-        for count in counts:
-            key = _configs(shape, count, device)
-            if key not in seen:
-                seen.add(key)
-                calls += _call(shape, count, ops, device, backward)
+    counts = list(range(1, tokens + 1) if isinstance(tokens, int) else tokens)
+    calls = sum([_call(shape, counts, ops, device, backward) for shape in shapes])
     torch.cuda.synchronize(device)
     return calls
 
 
-def _configs(s: Shape, tokens: int, device: torch.device) -> tuple:
-    """What decides which kernels a call runs: its configurations, less the grid sizes."""
-    arch, sms = common._facts(device.index)
-    groups = len(s.out_sizes) if s.out_sizes else s.groups or 1
-    width = max(s.out_sizes) if s.out_sizes else s.out_features
-    size = torch.empty((), dtype=s.dtype).element_size()
-
-    def problem(in_features, out_features):
-        return launch.Problem(arch, sms, size, tokens, groups, in_features, out_features, s.rank, s.num_slots)
-
-    both = launch.delta(problem(s.in_features, width))
-    configs = [both.fused, both.shrink, both.expand, launch.shrink(problem(s.in_features, 0)), launch.expand(problem(0, width))]
-    configs += [launch.shrink(problem(width, 0)), launch.wgrad(problem(s.in_features, 0), s.in_features)]
-    plans = launch.plan(tokens, s.num_slots) if launch.needs_plan(tokens, s.num_slots) else None
-    kept = [tuple(v for k, v in vars(c).items() if k != "tiles") if c is not None else None for c in configs]
-    return (*kept, None if plans is None else (plans.block, plans.steps, plans.block_l))
-
-
-def _call(s: Shape, tokens: int, ops: tuple, device: torch.device, backward: bool) -> int:
+def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bool) -> int:
     def make(*size):
         return torch.zeros(size, dtype=s.dtype, device=device)
 
+    tokens = max(counts, default=0)
     groups = len(s.out_sizes) if s.out_sizes else s.groups
-    x = make(tokens, s.in_features) if groups is None or s.shared_input or s.out_sizes else make(tokens, groups, s.in_features)
+    flat_x = groups is None or s.shared_input or s.out_sizes
+    xs = make(tokens, s.in_features) if flat_x else make(tokens, groups, s.in_features)
     per_group = groups is not None and not s.shared_a
     # one slot's memory serves all of them: strides of 0 keep the alignment that real buffers have
     a = make(1, *((groups,) if per_group else ()), s.rank, s.in_features)
     if s.out_sizes:
-        b, wide = make(1, sum(s.out_sizes), s.rank), (tokens, sum(s.out_sizes))
+        b, wide = make(1, sum(s.out_sizes), s.rank), (sum(s.out_sizes),)
     elif groups is None:
-        b, wide = make(1, s.out_features, s.rank), (tokens, s.out_features)
+        b, wide = make(1, s.out_features, s.rank), (s.out_features,)
     else:
-        b, wide = make(1, groups, s.out_features, s.rank), (tokens, groups, s.out_features)
+        b, wide = make(1, groups, s.out_features, s.rank), (groups, s.out_features)
     a, b = (t.expand(s.num_slots, *t.shape[1:]) for t in (a, b))
-    ids = torch.zeros(tokens, dtype=s.id_dtype, device=device)
+    all_ids = torch.zeros(tokens, dtype=s.id_dtype, device=device)
     scalings = torch.ones(s.num_slots, device=device)
     kw = {"ranks": torch.full((s.num_slots,), s.rank, dtype=torch.int32, device=device) if s.ranks else None}
     sizes = {"out_sizes": list(s.out_sizes) if s.out_sizes else None}
-    out = make(*wide)
-    h = None
-    if {"shrink", "expand", "expand_"} & set(ops):
-        h = shrink(x, a, ids, **kw)
-    if launch.needs_plan(tokens, s.num_slots):
+    outs = make(tokens, *wide)
+    for count in counts:
+        x, ids, out = xs[:count], all_ids[:count], outs[:count]
         plan(ids, s.num_slots)
-    for op in ops:
-        if op == "delta":
-            delta(x, a, b, ids, scalings, **kw, **sizes)
-            delta(x, a, b, ids, scalings, base=out, **kw, **sizes)
-        elif op == "delta_":
-            delta_(out, x, a, b, ids, scalings, **kw, **sizes)
-        elif op == "expand":
-            expand(h, b, ids, scalings, **kw, **sizes)
-            expand(h, b, ids, scalings, base=out, **kw, **sizes)
-        elif op == "expand_":
-            expand_(out, h, b, ids, scalings, **kw, **sizes)
-    if backward:
-        leaves = [t.detach().requires_grad_() for t in (x, a, b)]
-        delta(*leaves, ids, scalings, **kw, **sizes).sum().backward()
-    return len(ops)
+        if {"shrink", "expand", "expand_"} & set(ops):
+            h = shrink(x, a, ids, **kw)
+        for op in ops:
+            if op == "delta":
+                delta(x, a, b, ids, scalings, **kw, **sizes)
+                delta(x, a, b, ids, scalings, base=out, **kw, **sizes)
+            elif op == "delta_":
+                delta_(out, x, a, b, ids, scalings, **kw, **sizes)
+            elif op == "expand":
+                expand(h, b, ids, scalings, **kw, **sizes)
+                expand(h, b, ids, scalings, base=out, **kw, **sizes)
+            elif op == "expand_":
+                expand_(out, h, b, ids, scalings, **kw, **sizes)
+        if backward:
+            leaves = [t.detach().requires_grad_() for t in (x, a, b)]
+            y = delta(*leaves, ids, scalings, **kw, **sizes)
+            torch.autograd.grad(y, leaves, out)  # not the gradient of a sum, whose strides are 0
+    return len(ops) * len(counts)
