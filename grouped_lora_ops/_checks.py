@@ -271,8 +271,8 @@ def _in_place(op: str, out: Tensor, **operands: Tensor) -> None:
                 )
     if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride())):
         fail(op, "out", "a tensor whose elements have memory of their own", f"strides {list(out.stride())}")
-    if torch.compiler.is_compiling() or isinstance(out, torch._subclasses.FakeTensor):
-        return  # a traced tensor has no address to compare
+    if torch.compiler.is_compiling() or isinstance(out, torch._subclasses.FakeTensor) or out.is_meta:
+        return  # such a tensor has no address to compare
     for name, t in operands.items():
         if overlaps(out, t):
             fail(op, "out", f"memory apart from {name}", f"an out that overlaps {name}")
@@ -281,7 +281,7 @@ def _in_place(op: str, out: Tensor, **operands: Tensor) -> None:
 def overlaps(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share an element: False is certain, True errs for interleaved exotic strides.
 
-    Column slices of one buffer (equal row strides, disjoint columns) are recognised as apart.
+    Column slices of one buffer, of its rows or of the groups inside its rows, are recognised as apart.
     """
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or a.numel() == 0 or b.numel() == 0:
         return False
@@ -289,13 +289,15 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     end_a, end_b = start_a + _span(a), start_b + _span(b)
     if end_a <= start_b or end_b <= start_a:
         return False
-    row = a.stride(0) * a.element_size()
-    if row == 0 or row != b.stride(0) * b.element_size():
-        return True
-    offset = (start_b - start_a) % row  # where b's rows begin, relative to a's
-    return _span(a[0]) > offset or offset + _span(b[0]) > row
+    for period in {stride * t.element_size() for t in (a, b) for stride in t.stride() if stride > 1}:
+        offset = (start_b - start_a) % period  # modulo the period a lies in [0, its span), b in [offset, offset + its span)
+        if _span(a, period) <= offset and offset + _span(b, period) <= period:
+            return False
+    return True
 
 
-def _span(t: Tensor) -> int:
-    """Bytes from the first element to past the last."""
-    return (sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) + 1) * t.element_size()
+def _span(t: Tensor, period: int | None = None) -> int:
+    """Bytes from the first element to past the last; with a period, axes whose stride is a multiple of it are left out."""
+    size = t.element_size()
+    steps = [(n - 1) * s * size for n, s in zip(t.shape, t.stride()) if period is None or s * size % period]
+    return sum(steps) + size

@@ -248,9 +248,40 @@ def test_column_slices_of_one_buffer_are_apart():
     assert not _checks.overlaps(wide[2:], wide[:2])
     assert not _checks.overlaps(wide[1:, :60], wide[:-1, 60:])
     assert not _checks.overlaps(wide[:0], wide)
+    fused = torch.zeros(T, G, N + D)  # in every group a slice of out, then one of x
+    assert not _checks.overlaps(fused[..., :N], fused[..., N:]) and not _checks.overlaps(fused[..., N:], fused[..., :N])
+    assert _checks.overlaps(fused[..., : N + 1], fused[..., N:]) and _checks.overlaps(fused[:, 0], fused[:, :, 3:])
+    assert not _checks.overlaps(fused[:, 0], fused[:, 1, 3:]) and not _checks.overlaps(fused[::2], fused[1::2])
+    call("delta_", base=fused[..., :N], x=fused[..., N:])
+    square = torch.zeros(10, 10)
+    assert _checks.overlaps(square, square.t()) and _checks.overlaps(square.t()[2:], square[2:])
     groups = torch.zeros(T, 4, 30)
     assert not _checks.overlaps(groups[:, :2], groups[:, 2:])
     assert _checks.overlaps(groups[:, :3], groups[:, 2:])
+
+
+def test_overlap_is_never_overlooked():
+    """Random views of one buffer against the sets of their elements' addresses."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(high):
+        return int(torch.randint(high, (), generator=generator))
+
+    buffer = torch.zeros(400, dtype=torch.int64)
+    numbers = torch.arange(400)
+    apart = 0
+    for _ in range(2000):
+        layouts = [((1 + draw(3), 1 + draw(3), 1 + draw(4)), (draw(40), draw(20), 1 + draw(2)), draw(60)) for _ in range(2)]
+        a, b = (buffer.as_strided(*layout) for layout in layouts)
+        touched = [set(numbers.as_strided(*layout).flatten().tolist()) for layout in layouts]
+        if not _checks.overlaps(a, b):
+            apart += 1
+            assert not touched[0] & touched[1], layouts
+    assert apart > 300
+
+
+def test_meta_tensors_have_no_addresses():
+    call("delta_", **{k: v.to("meta") for k, v in arguments().items()})
 
 
 @pytest.mark.parametrize("op, changes, sentence", SENTENCES[:40:3], ids=[f"{op}-{s[:40]}" for op, _, s in SENTENCES[:40:3]])
