@@ -1,6 +1,7 @@
 """Without a GPU our Triton kernels run in Triton's interpreter, on CPU tensors; with one, on it.
 
-A test that takes the fixture `kernels` runs our kernels. On a machine with a GPU such tests carry the mark `gpu`.
+A test that takes the fixture `kernels` runs our kernels. On a machine with a GPU such tests carry the mark `gpu`. Those
+marked `thorough` compile many kernels that no caller meets: a GPU runs them only with `--thorough`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,19 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="on a GPU, run the tests marked thorough, too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "thorough: compiles many kernels; on a GPU only with --thorough")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        if GPU and item.get_closest_marker("thorough") and not config.getoption("--thorough"):
+            item.add_marker(pytest.mark.skip(reason="thorough: only with --thorough"))
         if "kernels" in getattr(item, "fixturenames", ()) and GPU:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not GPU:

@@ -43,12 +43,14 @@ def test_exact(kernels, form, dtype):
     check(kernels, build(form, dtype, features=150, ranks=True, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["plain", "slices"])
 @dtypes
 def test_exact_without_ranks(kernels, form, dtype):
     check(kernels, build(form, dtype, features=150, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["", "plan", "tall", "plan tall"])
 @pytest.mark.parametrize("slots", [1, 3])
 @pytest.mark.parametrize("form", ["wo_a", "slices"])
@@ -57,6 +59,7 @@ def test_modes(kernels, force, how, slots, form):
     check(kernels, build(form, tokens=40, slots=slots, features=150, ranks=True, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", RANKS)
 def test_every_rank(kernels, rank):
     for dtype in DTYPES.values() if rank in (7, 200) else [torch.bfloat16]:
@@ -64,21 +67,25 @@ def test_every_rank(kernels, rank):
         check(kernels, c)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("out", [1, 8, 127, 129, 1000])
 def test_every_width(kernels, out):
     check(kernels, build("wo_a", features=64, out=out, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [128, 64, 64], [7, 300], [40, 0, 24], [16], [0, 0]], ids=str)
 def test_slices(kernels, sizes):
     check(kernels, build("slices", groups=len(sizes), sizes=sizes, features=64, ranks=True, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [0, 1, 17, 65, 300])
 def test_every_count(kernels, tokens):
     check(kernels, build("wo_a", tokens=tokens, features=64, out=20, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["slice", "odd", "rows", "transposed", "scattered"])
 def test_layouts(kernels, layout):
     for form, out in (("wo_a", 72), ("slices", 0)):
@@ -104,12 +111,14 @@ def test_unsorted_ids(kernels, force, ids):
         check(kernels, c)
 
 
+@pytest.mark.thorough
 def test_ids_of_either_dtype_and_any_stride(kernels):
     for id_dtype in (torch.int32, torch.int64):
         for layout in ("dense", "rows"):
             check(kernels, build("plain", id_dtype=id_dtype, features=64, layout={"ids": layout}, device=kernels.device))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("slots, how", [(1, ""), (3, ""), (3, "plan")])
 def test_a_zero_delta_leaves_the_bits_of_base(kernels, force, dtype, slots, how):

@@ -32,6 +32,7 @@ def test_unsorted(kernels, ids):
         check(kernels, ids, slots)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("slots", [1, 2, 8, 15, 16, 64, 255, 1024])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 256, 300])
 def test_random(kernels, slots, tokens):

@@ -33,6 +33,7 @@ def test_the_cases_catch_a_rounded_h():
         assert (h.to(dtype).float() != h).float().mean() > 0.1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["", "plan", "tall", "plan tall"])
 @pytest.mark.parametrize("slots", [1, 3])
 def test_modes(kernels, force, how, slots):
@@ -77,6 +78,7 @@ def test_unsorted_ids(kernels, force, ids):
         check(kernels, build("plain", tokens=len(ids), slots=slots, ids=ids, ranks=True, device=kernels.device))
 
 
+@pytest.mark.thorough
 def test_ids_of_either_dtype_and_any_stride(kernels, force):
     want = None
     for how in ("", "plan"):
