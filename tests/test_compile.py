@@ -15,7 +15,6 @@ KB = 1024
 # arch: multiprocessors, shared memory of a block, how much is compiled
 TARGETS = {
     "sm_80": (108, 163 * KB, "quick"),
-    "sm_86": (84, 99 * KB, "quick"),
     "sm_90": (132, 227 * KB, "all"),
     "sm_100": (148, 227 * KB, "quick"),
     "sm_120": (170, 99 * KB, "quick"),

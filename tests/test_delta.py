@@ -28,6 +28,8 @@ def check(kernels, c, what="", base=True, plan=None):
 @dtypes
 @pytest.mark.parametrize("way", ["fused", pytest.param("split", marks=thorough)])
 def test_exact(kernels, force, form, dtype, way):
+    if way == "split" and dtype == torch.float32 and form != "wo_a":
+        pytest.skip("float32 h is split into nothing")
     force(way)
     check(kernels, build(form, dtype, ranks=True, device=kernels.device), base=False)
 
