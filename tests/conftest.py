@@ -56,6 +56,7 @@ class Kernels:
     device = "cuda" if GPU else "cpu"
     STEMS = {
         "plan": ("plan", "_cuda"),
+        "expert_plan": ("expert_plan", "_cuda"),
         "shrink": ("shrink", "_cuda"),
         "expand": ("expand", "_cuda"),
         "expand_": ("expand", "_cuda_"),

@@ -6,7 +6,8 @@ without it can use the library.
 
 from .delta import delta, delta_
 from .expand import expand, expand_
+from .expert_plan import expert_plan
 from .plan import plan
 from .shrink import shrink
 
-__all__ = ["delta", "delta_", "expand", "expand_", "plan", "shrink"]
+__all__ = ["delta", "delta_", "expand", "expand_", "expert_plan", "plan", "shrink"]

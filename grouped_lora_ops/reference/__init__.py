@@ -6,6 +6,7 @@ float32 (float64 where the operands are float64), the result is rounded once.
 
 from .delta import delta, delta_, delta_backward
 from .expand import expand, expand_, expand_backward
+from .expert_plan import expert_plan
 from .plan import plan
 from .shrink import shrink, shrink_backward
 from .wgrad import wgrad
@@ -17,6 +18,7 @@ __all__ = [
     "expand",
     "expand_",
     "expand_backward",
+    "expert_plan",
     "plan",
     "shrink",
     "shrink_backward",

@@ -1,0 +1,292 @@
+"""Which kernel and which tile for a problem over experts: pure functions of sizes, in `launch.py`'s manner.
+
+As there, `chunk_of` and `rank_block` alone fix the order of the sums and so a row's bits; tile heights, splits and
+loops may depend on the batch. Whether a kernel reads a plan (PLAN) or takes every route for itself (ROUTE) changes no
+bit either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .launch import cdiv, chunk_of, chunks_of, has_pdl, power_of_2, precision, rank_block, tile_count
+
+ROUTE, PLAN = 0, 1  # as in kernels.expert_tile
+ROUTE_LIMIT = 128  # up to here a program takes one route and no plan is read: few routes share an expert, and a plan costs 3 µs
+RANK_LIMIT = 8192  # up to here a route's place is counted against all others: M²/132 comparisons a multiprocessor
+COUNT_LIMIT = 2048  # (expert, slot) pairs up to which programs count them in a row of scratch each
+
+
+@dataclass(frozen=True)
+class ExpertProblem:
+    """One problem over experts as far as the choice of a kernel goes."""
+
+    arch: str  # "sm_90"
+    sms: int  # multiprocessors
+    itemsize: int  # bytes of an element of x
+    routes: int  # M
+    experts: int  # E
+    slots: int  # L
+    groups: int  # outputs that share x: 2 for gate and up apart, else 1
+    a_groups: int  # groups that have an A of their own: 2 or 1
+    in_features: int
+    out_features: int  # of one group
+    rank: int
+
+
+@dataclass(frozen=True)
+class ExpertPlanConfig:
+    way: str  # "rank", "count" or "sort"
+    block: int  # routes (count: sorted at once; rank: placed by a program)
+    steps: int  # count: such blocks a program
+    programs: int
+    block_l: int  # count: (expert, slot) pairs, padded
+    rows: int  # routes of a tile of the plan
+
+
+@dataclass(frozen=True)
+class ExpertShrinkConfig:
+    mode: int
+    tiles: int
+    plan_rows: int
+    block_m: int
+    block_c: int  # columns of h a program makes; they run through all groups
+    rank_block: int
+    block_k: int
+    chunk: int
+    chunks: int
+    split: bool  # one chunk of D a program, summed by who reads h
+    precision: str
+    num_warps: int
+    num_stages: int
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class ExpertExpandConfig:
+    mode: int
+    tiles: int
+    plan_rows: int
+    block_m: int
+    block_n: int
+    loop: int  # blocks of N a program takes in turn, with h in registers
+    rank_block: int
+    precision: str
+    num_warps: int
+    num_stages: int  # pipeline depth of the loop over N
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class ExpertFusedConfig:
+    mode: int
+    tiles: int
+    plan_rows: int
+    block_m: int
+    block_n: int
+    block_k: int
+    rank_block: int
+    chunk: int
+    chunks: int
+    precision: str
+    num_warps: int
+    num_stages: int
+    n_stages: int  # pipeline depth of the loop over N
+
+
+@dataclass(frozen=True)
+class ExpertDeltaConfig:
+    """One launch (fused) or two (shrink, then expand)."""
+
+    fused: ExpertFusedConfig | None
+    shrink: ExpertShrinkConfig | None
+    expand: ExpertExpandConfig | None
+
+
+def pairs(experts: int, slots: int) -> int:
+    """(expert, slot) pairs, each expert's routes without an adapter being a pair of their own."""
+    return experts * (slots + 1)
+
+
+def plan_rows(routes: int, experts: int, slots: int) -> int:
+    """Routes of a tile of the plan, from shapes alone; kernels with lower tiles divide it."""
+    each = routes / max(1, min(routes, experts * max(slots, 1)))
+    return 16 if each < 24 else 64 if each < 1024 else 128
+
+
+def plan_tiles(routes: int, experts: int, slots: int) -> int:
+    """Most tiles that any ids can make."""
+    return tile_count(plan_rows(routes, experts, slots), routes, pairs(experts, slots), False)
+
+
+def plan_room(routes: int, experts: int, slots: int, least=min) -> int:
+    """Tiles that a plan has room for: those of 16 rows, so that its size is one formula for a symbolic M (least: sym_min)."""
+    return (routes + 15 * least(routes, pairs(experts, slots) + 1)) // 16
+
+
+def plan_size(routes: int, experts: int, slots: int, least=min) -> int:
+    """Entries of the plan of M routes: rows [M], expert ends [E], tile count, the tiles' pairs and starts, and M."""
+    return routes + experts + 1 + 2 * plan_room(routes, experts, slots, least) + 1
+
+
+def needs_plan(routes: int) -> bool:
+    return routes > ROUTE_LIMIT
+
+
+def expert_plan(routes: int, experts: int, slots: int) -> ExpertPlanConfig:
+    """How the plan is made: two launches by counting; by torch.sort where both routes and (expert, slot) pairs are many."""
+    rows, width = plan_rows(routes, experts, slots), power_of_2(pairs(experts, slots) + 2)
+    if routes <= RANK_LIMIT:
+        block = 16
+        return ExpertPlanConfig("rank", block, 1, cdiv(routes + experts, block), 0, rows)
+    if width <= COUNT_LIMIT:
+        block = 128
+        blocks = cdiv(routes, block)
+        steps = max(1, power_of_2(cdiv(blocks, 64)))
+        return ExpertPlanConfig("count", block, steps, cdiv(blocks, steps), max(16, width), rows)
+    return ExpertPlanConfig("sort", 0, 0, 0, 0, rows)
+
+
+def _tiles(p: ExpertProblem, block_m: int) -> tuple[int, int, int, int]:
+    """(mode, programs along the routes, plan_rows, block_m)."""
+    if not needs_plan(p.routes):
+        return ROUTE, p.routes, 16, 16
+    rows = plan_rows(p.routes, p.experts, p.slots)
+    block_m = min(block_m, rows)
+    return PLAN, plan_tiles(p.routes, p.experts, p.slots) * (rows // block_m), rows, block_m
+
+
+def rows_each(p: ExpertProblem) -> float:
+    """Routes of an (expert, slot) pair that occurs, for evenly spread ids."""
+    return p.routes / max(1, min(p.routes, p.experts * max(p.slots, 1)))
+
+
+def estimated_tiles(p: ExpertProblem, block_m: int) -> float:
+    """Tiles that evenly spread ids make."""
+    if not needs_plan(p.routes):
+        return p.routes
+    each, all_pairs = rows_each(p), p.experts * max(p.slots, 1)
+    occupied = all_pairs * (1 - (1 - 1 / all_pairs) ** p.routes) if each < 8 else all_pairs
+    return max(occupied, occupied * each / block_m)
+
+
+def shrink_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertShrinkConfig:
+    mode, tiles, rows, block_m = _tiles(p, block_m)
+    width = rank_block(p.rank, p.itemsize)
+    chosen = dict(
+        mode=mode,
+        tiles=tiles,
+        plan_rows=rows,
+        block_m=block_m,
+        block_c=width,
+        rank_block=width,
+        block_k=128,
+        chunk=chunk_of(p.in_features),
+        chunks=chunks_of(p.in_features),
+        split=False,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=4,
+        pdl=has_pdl(p.arch),
+    )
+    chosen.update(changes)
+    if p.itemsize == 4:
+        chosen["block_k"] = min(chosen["block_k"], 64)
+        chosen["num_stages"] = min(chosen["num_stages"], 3)
+    return ExpertShrinkConfig(**chosen)
+
+
+def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
+    """Split over D while programs are few; then whole rows, x read once for gate and up."""
+    width, rows = rank_block(p.rank, p.itemsize), rows_each(p)
+    columns = width * p.a_groups
+    tiles = estimated_tiles(p, 16)
+    chunks = chunks_of(p.in_features)
+    if may_split and tiles < 4 * p.sms:
+        block_c = min(columns, 64)
+        while block_c > 16 and tiles * chunks * columns // block_c < 2 * p.sms:
+            block_c //= 2
+        if tiles * chunks < 16 * p.sms:
+            return shrink_with(p, 16, block_c=block_c, split=True, num_stages=4 if block_c <= 32 else 3)
+    block_m = 64 if rows >= 96 else 32 if rows >= 32 else 16
+    block_c = min(columns, 128)
+    if block_c >= 128:
+        return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=8 if block_m > 16 else 4, num_stages=3)
+    return shrink_with(p, block_m, block_c=block_c, block_k=128 if block_m <= 32 else 64, num_stages=3 if block_c > 32 else 4)
+
+
+def expand_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertExpandConfig:
+    mode, tiles, rows, block_m = _tiles(p, block_m)
+    width = rank_block(p.rank, p.itemsize)
+    chosen = dict(
+        mode=mode,
+        tiles=tiles,
+        plan_rows=rows,
+        block_m=block_m,
+        block_n=128,
+        loop=1,
+        rank_block=width,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=2,
+        pdl=has_pdl(p.arch),
+    )
+    chosen.update(changes)
+    if p.itemsize == 4:
+        chosen["block_n"] = min(chosen["block_n"], 64)
+        chosen["num_stages"] = min(chosen["num_stages"], 2)
+    if p.rank > width:
+        chosen["loop"] = 1
+    return ExpertExpandConfig(**chosen)
+
+
+def expand(p: ExpertProblem) -> ExpertExpandConfig:
+    """Narrow blocks while programs are few, then several blocks of N behind one load of h."""
+    width, rows = rank_block(p.rank, p.itemsize), rows_each(p)
+    block_n = 128 if width <= 64 else 64
+    programs = estimated_tiles(p, 16) * p.groups * cdiv(p.out_features, block_n)
+    if programs < p.sms:
+        return expand_with(p, 16, block_n=64, num_warps=4)
+    if rows >= 32:
+        block_m = 64 if rows >= 96 and width <= 64 else 32
+        return expand_with(p, block_m, block_n=block_n, loop=8 if rows >= 96 else 4, num_stages=3)
+    return expand_with(p, 16, block_n=block_n, loop=4 if programs > 16 * p.sms else 1, num_stages=3)
+
+
+def fused_with(p: ExpertProblem, block_m: int, **changes) -> ExpertFusedConfig:
+    mode, tiles, rows, block_m = _tiles(p, block_m)
+    chosen = dict(
+        mode=mode,
+        tiles=tiles,
+        plan_rows=rows,
+        block_m=block_m,
+        block_n=64,
+        block_k=64 if p.itemsize == 2 else 32,
+        rank_block=rank_block(p.rank, p.itemsize),
+        chunk=chunk_of(p.in_features),
+        chunks=chunks_of(p.in_features),
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=3,
+        n_stages=3,
+    )
+    chosen.update(changes)
+    return ExpertFusedConfig(**chosen)
+
+
+def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
+    """One launch where the routes alone fill the GPU: x comes out of the L2 while other programs write y to memory."""
+    width = rank_block(p.rank, p.itemsize)
+    if p.itemsize != 2 or p.rank > width or width * p.a_groups > 64:
+        return None
+    rows = rows_each(p)
+    if p.routes < 64 * p.sms or rows < 32:
+        return None
+    return fused_with(p, 64 if rows >= 96 else 32, block_n=64, block_k=64, num_stages=3, n_stages=3)
+
+
+def delta(p: ExpertProblem) -> ExpertDeltaConfig:
+    one = _fused(p)
+    if one is not None:
+        return ExpertDeltaConfig(one, None, None)
+    return ExpertDeltaConfig(None, shrink(p), expand(p))

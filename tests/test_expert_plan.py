@@ -1,0 +1,151 @@
+"""`expert_plan`: routes sorted by (expert, slot) and cut into tiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_equal
+from torch._subclasses import FakeTensorMode
+
+import grouped_lora_ops as glo
+from grouped_lora_ops import launch_experts, reference
+
+WILD = 2**31 - 1
+
+
+def want(ids, adapters, experts, slots):
+    """The definition, in Python."""
+    per_token = len(ids[0]) if ids else 0
+    pairs = []
+    for t, row in enumerate(ids):
+        slot = 0 if adapters is None else adapters[t] if 0 <= adapters[t] < slots else slots
+        pairs += [e * (slots + 1) + slot if 0 <= e < experts else experts * (slots + 1) for e in row]
+    rows = sorted(range(len(pairs)), key=lambda m: pairs[m])
+    ends = [sum(p < (e + 1) * (slots + 1) for p in pairs) for e in range(experts)]
+    height = launch_experts.plan_rows(len(ids) * per_token, experts, slots)
+    tiles, at = [], 0
+    for pair in sorted(set(pairs)):
+        count = pairs.count(pair)
+        tiles += [(pair, at + i) for i in range(0, count, height)]
+        at += count
+    room = launch_experts.plan_room(len(pairs), experts, slots)
+    assert len(tiles) <= launch_experts.plan_tiles(len(pairs), experts, slots) <= room
+    blank = room - len(tiles)
+    parts = [*rows, *ends, len(tiles), *[p for p, _ in tiles], *[-1] * blank, *[s for _, s in tiles], *[len(pairs)] * (blank + 1)]
+    return torch.tensor(parts, dtype=torch.int32)
+
+
+def check(kernels, ids, adapters, experts, slots, dtype=torch.int32, per_token=None):
+    ids_t = torch.tensor(ids, dtype=dtype, device=kernels.device).view(len(ids), per_token or len(ids[0]))
+    adapters_t = None if adapters is None else torch.tensor(adapters, dtype=dtype, device=kernels.device)
+    got = kernels.expert_plan(ids_t, adapters_t, experts, slots)
+    assert_equal(got.cpu(), want(ids, adapters, experts, slots))
+    assert_equal(reference.expert_plan(ids_t.cpu(), None if adapters is None else adapters_t.cpu(), experts, slots), got.cpu())
+    return got
+
+
+def draw(tokens, per_token, experts, slots, seed=0, low=-1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(low, experts, (tokens, per_token), generator=generator).tolist()
+    return ids, torch.randint(-1, slots, (tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("tokens,per_token,experts,slots", [(1, 8, 128, 1), (7, 2, 3, 2), (40, 4, 5, 3), (33, 1, 1, 1), (20, 3, 1024, 64)])
+def test_random(kernels, tokens, per_token, experts, slots):
+    check(kernels, *draw(tokens, per_token, experts, slots), experts, slots)
+    check(kernels, draw(tokens, per_token, experts, slots, 1)[0], None, experts, slots, torch.int64)
+
+
+@pytest.mark.parametrize("ids", [[[0] * 4] * 9, [[2, 2, 2, 2]] * 9, [[-1] * 4] * 9, [[3, -1, 3, -1]] * 9, [[0, 1, 2, 0]] * 9], ids=str)
+def test_extremes(kernels, ids):
+    check(kernels, ids, [1, 0, -1] * 3, 3, 2)
+
+
+def test_ids_out_of_range_are_masked(kernels):
+    for dtype, wild in ((torch.int32, WILD), (torch.int64, 2**32 + 1)):
+        ids_t = torch.tensor([[0, wild], [-5, 2], [1, -wild], [3, 4]], dtype=dtype, device=kernels.device)
+        adapters_t = torch.tensor([0, wild, -wild, 2], dtype=dtype, device=kernels.device)
+        got = kernels.expert_plan(ids_t, adapters_t, 3, 2)
+        assert_equal(got.cpu(), want([[0, -1], [-1, 2], [1, -1], [-1, -1]], [0, -1, -1, -1], 3, 2))
+
+
+def test_no_routes(kernels):
+    for tokens, per_token in ((0, 2), (3, 0)):
+        ids_t = torch.zeros(tokens, per_token, dtype=torch.int32, device=kernels.device)
+        got = kernels.expert_plan(ids_t, None, 4, 1)
+        assert_equal(got, torch.zeros(launch_experts.plan_size(0, 4, 1), dtype=torch.int32, device=kernels.device))
+        assert_equal(reference.expert_plan(ids_t.cpu(), None, 4, 1), got.cpu())
+
+
+@pytest.mark.parametrize("way", ["rank", "count", "sort"])
+def test_every_way_makes_the_same_plan(kernels, monkeypatch, way):
+    """The ways for many routes, at few: several programs and steps, tiles of 64 rows."""
+    monkeypatch.setattr(launch_experts, "RANK_LIMIT", 10**6 if way == "rank" else 0)
+    monkeypatch.setattr(launch_experts, "COUNT_LIMIT", 0 if way == "sort" else 2048)
+    for tokens, experts, slots in ((150, 3, 2), (40, 7, 3)):
+        assert launch_experts.expert_plan(tokens * 4, experts, slots).way == way
+        check(kernels, *draw(tokens, 4, experts, slots), experts, slots)
+
+
+@pytest.mark.thorough
+def test_many_routes(kernels):
+    """Real sizes: counts over several steps, and beyond what counting can do."""
+    for tokens, per_token, experts, slots, way in ((2500, 4, 12, 2, "count"), (1100, 8, 256, 8, "sort"), (700, 8, 64, 1, "rank")):
+        assert launch_experts.expert_plan(tokens * per_token, experts, slots).way == way
+        ids, adapters = draw(tokens, per_token, experts, slots)
+        ids_t, adapters_t = (torch.tensor(t, dtype=torch.int32, device=kernels.device) for t in (ids, adapters))
+        got = kernels.expert_plan(ids_t, adapters_t, experts, slots)
+        assert_equal(reference.expert_plan(ids_t.cpu(), adapters_t.cpu(), experts, slots), got.cpu())
+
+
+def test_strided_ids(kernels):
+    ids, adapters = draw(9, 4, 5, 2)
+    wide = torch.full((9, 2, 8), 99, dtype=torch.int64, device=kernels.device)
+    wide[:, 1, 1::2] = torch.tensor(ids, device=kernels.device)
+    far = torch.full((9, 3), 99, dtype=torch.int32, device=kernels.device)
+    far[:, 1] = torch.tensor(adapters, device=kernels.device)
+    assert_equal(kernels.expert_plan(wide[:, 1, 1::2], far[:, 1], 5, 2).cpu(), want(ids, adapters, 5, 2))
+
+
+def test_the_size_depends_on_shapes_alone():
+    for routes, experts, slots in ((8, 128, 1), (512, 128, 4), (32768, 256, 1), (65536, 1024, 64)):
+        assert launch_experts.plan_tiles(routes, experts, slots) <= launch_experts.plan_room(routes, experts, slots) <= routes
+    assert launch_experts.plan_size(65536, 1024, 64) < 4 * 65536 + 1100  # never (expert, slot) pairs, of which there are 66560
+    with FakeTensorMode():
+        fake = glo.expert_plan(torch.empty(7, 3, dtype=torch.int32), None, 5, 2)
+    assert fake.shape == (launch_experts.plan_size(21, 5, 2),) and fake.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    "sentence,kw",
+    [
+        ("topk_ids must be int32 or int64; got float32.", dict(topk_ids=torch.zeros(2, 2))),
+        ("topk_ids must be [T, K]; got [4].", dict(topk_ids=torch.zeros(4, dtype=torch.int32))),
+        ("adapter_ids must be [2] to match topk_ids [2, 2]; got [3].", dict(adapter_ids=torch.zeros(3, dtype=torch.int32))),
+        ("adapter_ids must be int32 or int64; got float32.", dict(adapter_ids=torch.zeros(2))),
+        ("num_experts must be zero or more; got -1.", dict(num_experts=-1)),
+        ("topk_ids must be -1 or 3 (masked) or an expert 0 … 2; got 4.", dict(topk_ids=torch.tensor([[0, 4], [1, 1]]))),
+        ("topk_ids must be -1 or 3 (masked) or an expert 0 … 2; got -2.", dict(topk_ids=torch.tensor([[0, -2], [1, 1]]))),
+        ("adapter_ids must be -1 (no adapter) or a slot 0 … 0; got 1.", dict(adapter_ids=torch.tensor([0, 1]))),
+    ],
+)  # fmt: skip
+def test_bad_input(sentence, kw):
+    arguments = dict(topk_ids=torch.zeros(2, 2, dtype=torch.int32), adapter_ids=None, num_experts=3, num_slots=1) | kw
+    with pytest.raises(ValueError) as caught:
+        glo.expert_plan(**arguments)
+    assert str(caught.value) == f"grouped_lora.expert_plan: {sentence}"
+
+
+@pytest.mark.gpu
+def test_a_captured_plan_follows_the_ids():
+    ids, adapters = (torch.tensor(t, dtype=torch.int32, device="cuda") for t in draw(700, 8, 64, 3))
+    first = glo.expert_plan(ids, adapters, 64, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = glo.expert_plan(ids, adapters, 64, 3)
+    for seed in (0, 1):
+        new, others = (torch.tensor(t, dtype=torch.int32, device="cuda") for t in draw(700, 8, 64, 3, seed))
+        ids.copy_(new), adapters.copy_(others)
+        graph.replay()
+        assert_equal(out.cpu(), reference.expert_plan(new.cpu(), others.cpu(), 64, 3))
+    assert not torch.equal(first, out)
