@@ -8,7 +8,7 @@ from .plan import PlanView, refill
 from .plan import view as plan_view
 from .warmup import Shape, warmup
 
-from .ops import delta, delta_, expand, expand_, expert_plan, plan, shrink  # isort: skip  (last: the op `plan` shadows the module)
+from .ops import delta, delta_, expand, expand_, expert_delta, expert_linear, expert_mlp, expert_plan, plan, shrink  # isort: skip  (last: `plan` shadows the module)
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,9 @@ __all__ = [
     "delta_",
     "expand",
     "expand_",
+    "expert_delta",
+    "expert_linear",
+    "expert_mlp",
     "expert_plan",
     "plan",
     "plan_view",

@@ -19,10 +19,11 @@ PACKAGE = ROOT / "grouped_lora_ops"
 ROOMS = {  # what a room may import of ours; arrows point down
     "reference": {"reference"},
     "kernels": {"launch", "kernels"},
-    "ops": {"_library", "_checks", "reference", "launch", "kernels", "ops"},
+    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "kernels", "ops"},
     "launch.py": set(),
     "_library.py": set(),
     "_checks.py": set(),
+    "_checks_experts.py": {"_checks"},
     "plan.py": {"ops"},
     "warmup.py": {"launch", "ops"},
     "adapters": {"adapters", "_checks"},

@@ -6,6 +6,9 @@ float32 (float64 where the operands are float64), the result is rounded once.
 
 from .delta import delta, delta_, delta_backward
 from .expand import expand, expand_, expand_backward
+from .expert_delta import expert_delta, expert_delta_backward
+from .expert_linear import expert_linear, expert_linear_backward
+from .expert_mlp import expert_mlp, expert_mlp_backward, expert_mlp_train
 from .expert_plan import expert_plan
 from .plan import plan
 from .shrink import shrink, shrink_backward
@@ -18,6 +21,13 @@ __all__ = [
     "expand",
     "expand_",
     "expand_backward",
+    "expert_delta",
+    "expert_delta_backward",
+    "expert_linear",
+    "expert_linear_backward",
+    "expert_mlp",
+    "expert_mlp_backward",
+    "expert_mlp_train",
     "expert_plan",
     "plan",
     "shrink",

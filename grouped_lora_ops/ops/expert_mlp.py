@@ -1,0 +1,254 @@
+"""`expert_mlp`: the whole expert block of an MoE layer, gate_up, activation, down and the sum over k, with LoRA on both projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _checks_experts, reference
+from .._library import define, once_differentiable
+from . import common
+from .expert_common import cast_unless_float32, gradient_of, may_check_values
+
+DIFFERENTIABLE = (0, 2, 3, 4, 5, 6, 7, 8, 11, 12)  # positions of what the backward op has gradients for, in its order
+
+
+def expert_mlp(
+    x: Tensor,  # [T, H]
+    topk_ids: Tensor,  # [T, K]
+    topk_weights: Tensor,  # [T, K]
+    w_gate_up: Tensor,  # [E, 2I, H] or [E, 2, I, H]; [E, I, H] ungated
+    w_down: Tensor,  # [E, H, I]
+    gate_up_a: Tensor | None,  # [L, E|1, r, H] or [L, E|1, 2, r, H]
+    gate_up_b: Tensor | None,  # [L, E|1, 2I, r] or [L, E|1, 2, I, r]
+    down_a: Tensor | None,  # [L, E|1, r, I]
+    down_b: Tensor | None,  # [L, E|1, H, r]
+    adapter_ids: Tensor | None,  # [T]
+    scalings: Tensor | None,  # [L]
+    *,
+    b_gate_up: Tensor | None = None,  # [E, 2I] or [E, 2, I]; [E, I] ungated
+    b_down: Tensor | None = None,  # [E, H]
+    activation: str = "swiglu",
+    activation_limit: float | None = None,
+    router_weight: str = "pre_down",
+    ranks: Tensor | None = None,  # [L]
+    plan: Tensor | None = None,
+) -> Tensor:
+    """y[t] = Σ_k down_e(act(gate_up_e(x[t]))), e = topk_ids[t, k], weighted by topk_weights[t, k] where router_weight says.
+
+    Each stage of a route is computed in float32 and rounded once to x's dtype:
+      xₖ = x · weight (`input` only; else x itself)            h1 = W_gate_up xₖ + delta            h1 = h1 + b_gate_up
+      a = act(h1), · weight before the rounding (`pre_down`)   h2 = W_down a + delta
+      h2 = h2 + b_down (`pre_down`: + b_down · weight)         y = Σ_k h2 (`post_down`: h2 · weight, not rounded), in
+    slot order 0 … K−1 in float32, rounded once. delta = scalings[l] · B[l, e] (A[l, e] input), l = adapter_ids[t]; a
+    delta of zero (no LoRA, B = 0, adapter −1) leaves the bits of the same call without LoRA.
+
+    activation: `swiglu` silu(g) · u; `swigluoai` g · sigmoid(1.702 g) · (u + 1); `geglu_tanh` gelu_tanh(g) · u; ungated
+    `relu2` relu(h1)². activation_limit, for the first two: g = min(g, limit), u = clamp(u, −limit, limit); None: no clamp.
+    topk_ids: int32 or int64; −1 or E = masked: adds nothing and reads nothing. topk_weights: float32 or x's dtype; they
+    keep their bits until the product. Weights: x's dtype, any strides, used where they lie (halves of gate and up:
+    the first and second I rows, or an axis of their own). Biases: x's dtype or float32. Each LoRA pair may be None, and
+    scalings where both are. Factors: x's dtype, or float32, which take part rounded to x's dtype and get float32
+    gradients; an expert dimension of 1 is shared by all experts. ranks, adapter_ids and plan as in `expert_delta`.
+
+    Returns [T, H], exactly zero where nothing is routed, whatever x and the weights hold.
+    Differentiable in x, topk_weights, the base weights and biases and the LoRA factors. Saved for the backward: the
+    arguments and h1 [T·K, 2I] (the op `torch.ops.grouped_lora.expert_mlp` called directly saves no h1 and computes it
+    anew); a, and for the weights of `post_down` h2, are computed anew. The gradient of a rounded stage is rounded once
+    to x's dtype, that of x after the sum over k in float32; weights are never divided by. Second derivatives raise
+    RuntimeError.
+
+    Raises ValueError before anything is launched for arguments that do not fit together, and on the CPU for ids out of
+    range; TypeError for wrong types.
+    """
+    _checks_experts.tensor_types(
+        "expert_mlp",
+        {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "w_gate_up": w_gate_up, "w_down": w_down},
+        {
+            "gate_up_a": gate_up_a,
+            "gate_up_b": gate_up_b,
+            "down_a": down_a,
+            "down_b": down_b,
+            "adapter_ids": adapter_ids,
+            "scalings": scalings,
+            "b_gate_up": b_gate_up,
+            "b_down": b_down,
+            "ranks": ranks,
+            "plan": plan,
+        },
+    )
+    _checks_experts.choice_types("expert_mlp", activation, activation_limit, router_weight)
+    args = (
+        x,
+        topk_ids,
+        topk_weights,
+        w_gate_up,
+        w_down,
+        gate_up_a,
+        gate_up_b,
+        down_a,
+        down_b,
+        adapter_ids,
+        scalings,
+        b_gate_up,
+        b_down,
+        activation,
+        activation_limit,
+        router_weight,
+        ranks,
+        plan,
+    )
+    if torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in DIFFERENTIABLE):
+        return _train_op(*args)[0]
+    return _op(*args)
+
+
+DEFAULTS = (None, None, "swiglu", None, "pre_down", None, None)  # of the arguments after scalings
+
+
+def _full(args: tuple) -> tuple:
+    """All 18 arguments: the dispatcher leaves out trailing ones that have their default value."""
+    return args + DEFAULTS[len(args) - 11 :]
+
+
+def _checked(values: bool, args: tuple) -> _checks_experts.MlpDims:
+    dims = _checks_experts.mlp("expert_mlp", *args)
+    if values:
+        adapter_ids, ranks = args[9], args[16]
+        _checks_experts.id_values(
+            "expert_mlp", "topk_ids", args[1], dims.down.experts, adapter_ids, dims.slots, ranks, dims.rank
+        )
+    return dims
+
+
+def _reference(run, args: tuple):
+    names = ("b_gate_up", "b_down", "activation", "activation_limit", "router_weight", "ranks")
+    return run(*args[:11], **dict(zip(names, args[11:17])))
+
+
+def _cpu(*args):
+    args = _full(args)
+    _checked(True, args)
+    return _reference(reference.expert_mlp, args)
+
+
+def _train_cpu(*args):
+    args = _full(args)
+    _checked(True, args)
+    return _reference(reference.expert_mlp_train, args)
+
+
+@common.on_device
+def _cuda(*args):
+    from . import expert_cuda
+
+    args = _full(args)
+    _checked(may_check_values(args[0]), args)
+    return expert_cuda.mlp(*args)
+
+
+@common.on_device
+def _train_cuda(*args):
+    from . import expert_cuda
+
+    args = _full(args)
+    _checked(may_check_values(args[0]), args)
+    return expert_cuda.mlp_train(*args)
+
+
+def _fake(*args):
+    args = _full(args)
+    _checked(False, args)
+    return args[0].new_empty(args[0].shape)
+
+
+def _train_fake(*args):
+    args = _full(args)
+    dims, x = _checked(False, args), args[0]
+    return x.new_empty(x.shape), x.new_empty(dims.down.tokens * dims.down.top_k, dims.gate_up.out_features)
+
+
+def _backward_cpu(*args):
+    x = args[2]
+    grads = reference.expert_mlp_backward(*args)
+    return tuple([x.new_empty(0) if g is None else g for g in grads])
+
+
+@common.on_device
+def _backward_cuda(*args):
+    from . import expert_cuda
+
+    return expert_cuda.mlp_backward(*args)
+
+
+def _backward_fake(grad_y, h1, *args):
+    needs = args[-1]
+    return tuple([gradient_of(args[i], need, args[0]) for need, i in zip(needs, DIFFERENTIABLE)])
+
+
+def _setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.choices = inputs[13:16]
+    h1 = None
+    if not isinstance(output, Tensor):
+        h1 = output[1]
+        ctx.mark_non_differentiable(h1)
+    ctx.save_for_backward(h1, *inputs[:13], *inputs[16:])
+
+
+def _grad(ctx, grad_y, grad_h1=None):
+    result = [None] * 18
+    if grad_y is None:  # not materialised: nobody used y, and h1's zeros would cost an allocation as large as h1
+        return tuple(result)
+    h1, *saved = ctx.saved_tensors
+    needs = [common.needs_grad(ctx, i) for i in DIFFERENTIABLE]
+    grads = _backward_op(grad_y, h1, *saved[:13], *ctx.choices, *saved[13:], needs)
+    for i, need, grad in zip(DIFFERENTIABLE, needs, grads):
+        result[i] = grad if need else None
+    return tuple(result)
+
+
+def _autocast(cast, *args):
+    args = list(_full(args))
+    for i in (0, 3, 4):
+        args[i] = cast(args[i])
+    for i in (2, 5, 6, 7, 8, 11, 12):
+        args[i] = cast_unless_float32(cast, args[i])
+    return args
+
+
+_ARGUMENTS = (
+    "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w_gate_up, Tensor w_down, Tensor? gate_up_a, "
+    "Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? adapter_ids, Tensor? scalings"
+)
+_OPTIONS = (
+    "Tensor? b_gate_up=None, Tensor? b_down=None, str activation='swiglu', float? activation_limit=None, "
+    "str router_weight='pre_down', Tensor? ranks=None, Tensor? plan=None"
+)
+_backward_op = define(
+    f"expert_mlp_backward(Tensor grad_y, Tensor? h1, {_ARGUMENTS}, Tensor? b_gate_up, Tensor? b_down, str activation, "
+    "float? activation_limit, str router_weight, Tensor? ranks, Tensor? plan, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_backward_cpu,
+    cuda=_backward_cuda,
+    fake=_backward_fake,
+    backward=once_differentiable("expert_mlp"),
+)
+_op = define(
+    f"expert_mlp({_ARGUMENTS}, {_OPTIONS}) -> Tensor",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_fake,
+    backward=_grad,
+    setup_context=_setup,
+    autocast=_autocast,
+)
+_train_op = define(
+    f"expert_mlp_train({_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    cpu=_train_cpu,
+    cuda=_train_cuda,
+    fake=_train_fake,
+    backward=_grad,
+    setup_context=_setup,
+    autocast=_autocast,
+)
