@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import launch_experts
 from ._checks import _ID_DTYPES, _device, _float, _same_dtype, _slots, dtype_name, fail, shape, tensor_types
 
 ROUTER_WEIGHTS = ("input", "pre_down", "post_down")
@@ -73,13 +74,15 @@ def _per_route(op: str, x: Tensor, expert_ids: Tensor) -> bool:
     return True
 
 
-def _plan(op: str, plan: Tensor | None) -> None:
+def _plan(op: str, plan: Tensor | None, routes, experts, slots) -> None:
     if plan is None:
         return
     if plan.dtype != torch.int32:
         fail(op, "plan", "int32", dtype_name(plan.dtype))
-    if plan.dim() != 1:
-        fail(op, "plan", "one-dimensional, from grouped_lora.expert_plan", shape(plan))
+    size = launch_experts.plan_size(routes, experts, slots, torch.sym_min)
+    if plan.dim() != 1 or plan.shape[0] != size:
+        made = f"M = {routes} routes, E = {experts} experts and L = {slots} slots, from grouped_lora.expert_plan"
+        fail(op, "plan", f"[{size}] for {made}", shape(plan))
     if plan.stride(0) != 1:
         fail(op, "plan", "contiguous", f"stride {plan.stride(0)}")
 
@@ -179,7 +182,7 @@ def delta(op: str, x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, r
         if list(base.shape) != [tokens * top_k, out]:
             fail(op, "base", f"[{tokens * top_k}, {out}] to match expert_ids {shape(expert_ids)} and lora_b {shape(lora_b)}", shape(base))
     _vector(op, "row_weights", row_weights, x, [tokens * top_k], f"expert_ids {shape(expert_ids)}")
-    _plan(op, plan)
+    _plan(op, plan, tokens * top_k, experts, dims.slots)
     _device(
         op,
         "x",
@@ -225,7 +228,7 @@ def linear(
     _lora_slots(op, scalings, adapter_ids, "expert_ids", expert_ids, ranks, "lora_a", lora_a)
     _bias(op, "bias", bias, x, "weight", weight)
     _vector(op, "row_weights", row_weights, x, [tokens * top_k], f"expert_ids {shape(expert_ids)}")
-    _plan(op, plan)
+    _plan(op, plan, tokens * top_k, experts, slots)
     _device(
         op,
         "x",
@@ -329,7 +332,7 @@ def mlp(
     _lora_slots(op, scalings, adapter_ids, "topk_ids", topk_ids, ranks, name, a)
     _bias(op, "b_gate_up", b_gate_up, x, "w_gate_up", w_gate_up)
     _vector(op, "b_down", b_down, x, [experts, hidden], f"w_down {shape(w_down)}")
-    _plan(op, plan)
+    _plan(op, plan, tokens * top_k, experts, slots)
     _device(
         op,
         "x",

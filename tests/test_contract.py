@@ -23,7 +23,7 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "launch.py": set(),
     "_library.py": set(),
     "_checks.py": set(),
-    "_checks_experts.py": {"_checks"},
+    "_checks_experts.py": {"_checks", "launch_experts"},
     "plan.py": {"ops"},
     "warmup.py": {"launch", "ops"},
     "adapters": {"adapters", "_checks"},
