@@ -17,10 +17,11 @@ from grouped_lora_ops import launch
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grouped_lora_ops"
 ROOMS = {  # what a room may import of ours; arrows point down
-    "reference": {"reference"},
-    "kernels": {"launch", "kernels"},
-    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "kernels", "ops"},
+    "reference": {"reference", "launch_experts"},
+    "kernels": {"launch", "launch_experts", "kernels"},
+    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "launch_experts", "kernels", "ops"},
     "launch.py": set(),
+    "launch_experts.py": {"launch"},
     "_library.py": set(),
     "_checks.py": set(),
     "_checks_experts.py": {"_checks", "launch_experts"},
@@ -67,7 +68,8 @@ def test_ops_are_registered_once_and_only_in_the_library():
     for path in PACKAGE.rglob("*.py"):
         if path.name != "_library.py":
             assert "torch.library.Library" not in path.read_text() and "custom_op" not in path.read_text(), path
-    for name in ("plan", "shrink", "expand", "expand_", "delta", "delta_"):
+    dense = ("plan", "shrink", "expand", "expand_", "delta", "delta_")
+    for name in (*dense, "expert_plan", "expert_delta", "expert_linear", "expert_mlp"):
         op = getattr(torch.ops.grouped_lora, name).default
         assert torch.Tag.pt2_compliant_tag in op.tags
         assert callable(getattr(gl, name)) and callable(getattr(gl.reference, name))
