@@ -90,7 +90,7 @@ def test_every_way_makes_the_same_plan(kernels, monkeypatch, way):
 @pytest.mark.thorough
 def test_many_routes(kernels):
     """Real sizes: counts over several steps, and beyond what counting can do."""
-    for tokens, per_token, experts, slots, way in ((2500, 4, 12, 2, "count"), (1100, 8, 256, 8, "sort"), (700, 8, 64, 1, "rank")):
+    for tokens, per_token, experts, slots, way in ((2500, 4, 12, 2, "count"), (1100, 8, 256, 8, "sort"), (100, 8, 64, 1, "rank")):
         assert launch_experts.expert_plan(tokens * per_token, experts, slots).way == way
         ids, adapters = draw(tokens, per_token, experts, slots)
         ids_t, adapters_t = (torch.tensor(t, dtype=torch.int32, device=kernels.device) for t in (ids, adapters))

@@ -194,5 +194,5 @@ def count(name: str, ids: Tensor, adapters: Tensor | None, experts: int, slots: 
     launch(
         name, place_kernel, grid,
         (ids, adapters, scratch, out, m, k, e, slot_count, room, *strides, config.programs),
-        (config.rows, *constants, max(1, min(32, 16384 // config.block_l)), pdl), 8, 1, pdl,
+        (config.rows, *constants, max(1, min(32, 8192 // config.block_l)), pdl), 8, 1, pdl,
     )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Compile the expert kernels as the ops launch them, for a GPU that need not be there: `compile_kernels.py`'s manner.
+
+    python tests/compile_experts.py sm_90 132 [quick]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from compile_kernels import compiled, jobs, record
+
+from grouped_lora_ops.ops import common, expert_cuda
+
+expert_plan = importlib.import_module("grouped_lora_ops.ops.expert_plan")
+
+KERNELS = ("expert_plan", "expert_shrink", "expert_expand", "expert_delta", "expert_linear", "expert_wgrad", "expert_mlp", "shrink")
+# T, E, L, r, H, I, dtype
+CASES = [
+    (8, 128, 1, 32, 2048, 768, torch.bfloat16),
+    (64, 128, 4, 32, 2048, 768, torch.bfloat16),
+    (4096, 128, 1, 32, 2048, 768, torch.bfloat16),
+    (4096, 256, 1, 32, 7168, 2048, torch.bfloat16),
+    (4096, 128, 4, 64, 2048, 768, torch.float16),
+    (512, 8, 2, 128, 2048, 768, torch.bfloat16),
+    (300, 8, 2, 16, 512, 256, torch.float32),
+]
+QUICK = 3
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    """A tensor whose memory is never touched: big ones cost nothing."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def main(arch: str, sms: int, quick: bool) -> None:
+    common.INTERPRETER = (arch, sms)
+    for name in KERNELS:
+        try:
+            module = importlib.import_module(f"grouped_lora_ops.kernels.{name}")
+        except ModuleNotFoundError:
+            continue
+        module.launch = record
+    for tokens, experts, slots, rank, hidden, inner, dtype in CASES[:QUICK] if quick else CASES:
+        ids = torch.zeros(tokens, 8, dtype=torch.int32)
+        adapters = torch.zeros(tokens, dtype=torch.int32) if slots > 1 else None
+        scalings, ranks = torch.ones(slots), torch.full((slots,), rank, dtype=torch.int32) if slots > 1 else None
+        routes = 8 * tokens
+        gate_up = (empty(slots, experts, 2, rank, hidden, dtype=dtype), empty(slots, experts, 2 * inner, rank, dtype=dtype))
+        down = (empty(slots, experts, rank, inner, dtype=dtype), empty(slots, experts, hidden, rank, dtype=dtype))
+        x, a = empty(tokens, hidden, dtype=dtype), empty(routes, inner, dtype=dtype)
+        h1, h2 = empty(routes, 2 * inner, dtype=dtype), empty(routes, hidden, dtype=dtype)
+        expert_cuda.delta(x, *gate_up, ids, adapters, scalings, h1, None, ranks, None)
+        expert_cuda.delta(a, *down, ids, adapters, scalings, h2, None, ranks, None)
+    for tokens, experts, slots in ((64, 128, 1), (4096, 128, 4), (4096, 256, 1), (8192, 256, 64)):
+        expert_plan.build(torch.zeros(tokens, 8, dtype=torch.int32), None, experts, slots)
+    capability = int(arch.removeprefix("sm_"))
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(lambda job: compiled(job, capability), jobs.values()):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), "quick" in sys.argv[3:])

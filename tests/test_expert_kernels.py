@@ -1,0 +1,263 @@
+"""Our expert kernels against the reference, exactly: small integers leave one right answer, whatever the order of the sums."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from cases import DTYPES, NAN, assert_bits, assert_equal, place, rounded
+from conftest import GPU, poisoned
+from torch import Tensor
+
+from grouped_lora_ops import launch_experts, reference
+from grouped_lora_ops.ops import common
+
+DEVICE = "cuda" if GPU else "cpu"
+thorough = pytest.mark.thorough
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+FORMS = ("whole", "an A each", "halves of B")  # of A and B: one pair; gate and up with an A each; B's halves an axis
+
+
+def kernels(name):
+    """A function of ops/expert_cuda.py, on poisoned memory."""
+    run = getattr(importlib.import_module("grouped_lora_ops.ops.expert_cuda"), name)
+
+    def call(*args, **kw):
+        with poisoned():
+            return run(*args, **kw)
+
+    return call
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """force("plan fused") makes the launch choice at sizes that would choose otherwise.
+
+    plan: tiles come from a plan at any number of routes. fused, split, whole: delta in one launch, or two with the sum
+    over D cut or not. tall: plan tiles of 64 routes, kernels of 32, several blocks of N a program.
+    """
+
+    def apply(how: str):
+        words = how.split()
+        common.configured.cache_clear()
+        if "plan" in words:
+            monkeypatch.setattr(launch_experts, "ROUTE_LIMIT", 0)
+        tall = "tall" in words
+        if tall:
+            monkeypatch.setattr(launch_experts, "plan_rows", lambda *sizes: 64)
+        m, loop = (32, 4) if tall else (16, 1)
+
+        def shrink(p, may_split=True):
+            return launch_experts.shrink_with(p, m, split=may_split and "split" in words, block_c=16 if "split" in words else 64)
+
+        def expand(p):
+            return launch_experts.expand_with(p, m, block_n=32, loop=loop)
+
+        def delta(p):
+            if "fused" in words:
+                return launch_experts.ExpertDeltaConfig(launch_experts.fused_with(p, m, block_n=32), None, None)
+            return launch_experts.ExpertDeltaConfig(None, shrink(p), expand(p))
+
+        if len(words) > ("plan" in words):
+            for name, choice in (("shrink", shrink), ("expand", expand), ("delta", delta)):
+                monkeypatch.setattr(launch_experts, name, choice)
+
+    return apply
+
+
+@dataclass
+class Case:
+    x: Tensor
+    a: Tensor
+    b: Tensor
+    ids: Tensor
+    adapters: Tensor | None
+    scalings: Tensor
+    base: Tensor | None
+    weights: Tensor | None
+    ranks: Tensor | None
+    grad: Tensor
+
+    def args(self):
+        return self.x, self.a, self.b, self.ids, self.adapters, self.scalings
+
+    def wide(self):
+        names = ("x", "a", "b", "base", "weights", "grad")
+        values = {n: None if getattr(self, n) is None else getattr(self, n).double() for n in names}
+        return replace(self, **values)
+
+
+def build(
+    dtype=torch.bfloat16, form="whole", *, tokens=5, top_k=2, experts=4, slots=2, features=300, out=72, rank=5,
+    shared="", per_route=False, adapters=True, base=True, weights=False, ranks=False, layout="dense", ids=None, id_dtype=torch.int32,
+    poison=True, seed=0,
+):  # fmt: skip
+    """shared: "a" and "b" name factors that all experts share. poison: NaN in what no route may read."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(bound, *shape):
+        return torch.randint(-bound, bound + 1, shape, generator=generator).to(dtype)
+
+    half = dtype == torch.float16
+    routes, m = tokens * top_k, 2 if half else 6
+    x = integers(m, routes if per_route else tokens, features)
+    ea, eb = (1 if which in shared else experts for which in "ab")
+    a = integers(2 if half else 4, slots, ea, *((2,) if form == "an A each" else ()), rank, features)
+    b = integers(1 if half else 3, slots, eb, *((2, out // 2) if form == "halves of B" else (out,)), rank)
+    ids_t = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator) if ids is None else torch.tensor(ids)
+    adapters_t = torch.randint(-1, slots, (tokens,), generator=generator) if adapters else None
+    scalings = torch.tensor([1.0, 0.5, -2.0])[:slots]
+    weights_t = torch.tensor([1.0, -0.5, 2.0]).repeat(routes)[:routes] if weights else None
+    ranks_t = torch.tensor([rank, rank // 2, 1][:slots], dtype=torch.int32) if ranks else None
+    base_t = integers(50, routes, out) if base else None
+    grad = integers(4, routes, out)
+    if poison:
+        flat = ids_t.flatten()
+        slot_of = torch.zeros(routes, dtype=torch.long) if adapters_t is None else adapters_t.repeat_interleave(top_k)
+        live = (flat >= 0) & (flat < experts) & (slot_of >= 0) & (slot_of < slots)
+        if per_route:
+            x[~live] = NAN
+        else:
+            x[~live.view(tokens, top_k).any(1)] = NAN
+        grad[~live] = NAN
+        if weights_t is not None:
+            weights_t[~live] = NAN
+        used = {(int(slot_of[i]), int(flat[i])) for i in live.nonzero()[:, 0]}
+        for slot in range(slots):
+            for t, e_count in ((a, ea), (b, eb)):
+                for e in range(e_count):
+                    if not any(s == slot and (e_count == 1 or k == e) for s, k in used):
+                        t[slot, e] = NAN
+            if not any(s == slot for s, _ in used):
+                scalings[slot] = NAN
+            if ranks_t is not None:
+                a[slot, ..., int(ranks_t[slot]) :, :] = NAN
+                b[slot, ..., int(ranks_t[slot]) :] = NAN
+    at = {n: None if t is None else place(t, layout, DEVICE) for n, t in dict(x=x, a=a, b=b, base=base_t, grad=grad).items()}
+    moved = {n: None if t is None else t.to(DEVICE) for n, t in dict(scalings=scalings, weights=weights_t, ranks=ranks_t).items()}
+    return Case(
+        **at, **moved, ids=ids_t.to(DEVICE, id_dtype), adapters=None if adapters_t is None else adapters_t.to(DEVICE, id_dtype)
+    )
+
+
+def want_delta(c):
+    w = c.wide()
+    return rounded(reference.expert_delta(*w.args(), base=w.base, row_weights=w.weights, ranks=w.ranks), c.x.dtype)
+
+
+def check_delta(c, what="", plan=None):
+    want = want_delta(c)
+    got = kernels("delta")(*c.args(), c.base, c.weights, c.ranks, plan)
+    assert_equal(got, want, what)
+    return got
+
+
+@pytest.mark.parametrize("how", ["split", "whole", "plan split", "plan fused", "plan whole tall", "plan fused tall"])
+@pytest.mark.parametrize("form", FORMS)
+def test_delta(force, form, how):
+    force(how)
+    for dtype in (torch.bfloat16, torch.float32):
+        check_delta(build(dtype, form, ranks=True, weights=True, tokens=9 if "tall" in how else 5), f"{dtype}")
+
+
+@pytest.mark.parametrize("shared", ["a", "b", "ab"])
+@pytest.mark.parametrize("per_route", [False, True])
+def test_shared_factors(force, shared, per_route):
+    """An A that all experts share and an x per token: h is made once per token."""
+    for how in ("split", "plan whole", "plan fused"):
+        force(how)
+        for form in FORMS[:2]:
+            check_delta(build(form=form, shared=shared, per_route=per_route, experts=1 if shared == "ab" else 4, ranks=True), how)
+
+
+@dtypes
+def test_dtypes_and_options(dtype):
+    for base, weights, adapters, per_route in ((True, False, False, False), (False, True, True, True), (False, False, True, False)):
+        check_delta(build(dtype, base=base, weights=weights, adapters=adapters, per_route=per_route))
+
+
+@pytest.mark.parametrize("layout", ["odd", "transposed", "rows", "scattered"])
+def test_layouts(force, layout):
+    for how in ("split", "plan fused"):
+        force(how)
+        for form in FORMS[:2]:
+            check_delta(build(form=form, rank=8, features=72, ranks=True, layout=layout), f"{layout} {how}")
+
+
+@pytest.mark.parametrize("rank", [1, 8, 33, 130])
+def test_ranks(force, rank):
+    for how in ("split", "plan whole tall"):
+        force(how)
+        check_delta(build(form="an A each", rank=rank, features=64, ranks=True), how)
+
+
+def test_ids_out_of_range_are_masked():
+    wild = 2**31 - 1
+    for how in (0, 1):
+        ids = [[0, wild], [-5, 1], [-wild, 3], [4, 2]]
+        check_delta(build(tokens=4, ids=ids, id_dtype=torch.int64 if how else torch.int32))
+
+
+@pytest.mark.parametrize("how", ["", "plan", "plan fused"])
+def test_nothing_routed_keeps_bases_bits(force, how):
+    force(how)
+    for base in (True, False):
+        c = build(tokens=3, ids=[[-1, 4]] * 3, base=base)
+        if base:
+            c.base[0, :3] = torch.tensor([-0.0, NAN, float("inf")])
+        got = kernels("delta")(*c.args(), c.base, None, None, None)
+        assert_bits(got, c.base if base else torch.zeros_like(got))
+
+
+@pytest.mark.parametrize("sizes", [dict(tokens=0), dict(top_k=0), dict(rank=0), dict(features=0), dict(out=0)], ids=str)
+def test_empty_sizes(sizes):
+    check_delta(build(poison=False, **sizes))
+
+
+def test_a_zero_delta_keeps_bases_bits(force):
+    for how in ("split", "plan fused"):
+        force(how)
+        c = build(poison=False)
+        c.b.zero_()
+        c.base[:, 0] = -0.0
+        assert_bits(kernels("delta")(*c.args(), c.base, None, None, None), c.base)
+
+
+def test_a_plan_of_another_size_is_refused():
+    c = build()
+    plan = reference.expert_plan(c.ids.cpu(), None, 4, 2).to(DEVICE)
+    with pytest.raises(ValueError, match=r"expert_delta: plan must be \[\d+\] for 10 routes, 4 experts and 2 slots"):
+        kernels("delta")(*c.args(), c.base, None, None, plan[:-1])
+
+
+def test_a_given_plan_is_read(force):
+    force("plan")
+    c = build(tokens=9)
+    check_delta(c, plan=reference.expert_plan(c.ids.cpu(), c.adapters.cpu(), 4, 2).to(DEVICE))
+    damaged = torch.full_like(reference.expert_plan(c.ids.cpu(), c.adapters.cpu(), 4, 2), 2**30).to(DEVICE)
+    kernels("delta")(*c.args(), c.base, None, None, damaged)  # nothing is read out of bounds
+
+
+@pytest.mark.gpu
+def test_a_rows_bits_are_its_own():
+    """Over T, place, plan and launch choice."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    tokens, top_k, experts, slots, rank = 3000, 4, 16, 3, 32
+    x, a, b = randn(tokens, 2048), randn(slots, experts, 2, rank, 2048), randn(slots, experts, 1536, rank)
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=generator, device="cuda")
+    adapters = torch.randint(-1, slots, (tokens,), generator=generator, device="cuda")
+    scalings, base = torch.rand(slots, generator=generator, device="cuda"), randn(tokens * top_k, 1536)
+
+    def run(rows):
+        first = slice(rows.start * top_k, rows.stop * top_k)
+        return kernels("delta")(x[rows], a, b, ids[rows], adapters[rows], scalings, base[first], None, None, None)
+
+    batch = run(slice(0, tokens))
+    for rows in (slice(1, 2), slice(299, 300), slice(0, 7), slice(0, 100), slice(0, 700), slice(5, 2000)):
+        assert_bits(run(rows), batch[rows.start * top_k : rows.stop * top_k], str(rows))
