@@ -27,7 +27,8 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "_checks_experts.py": {"_checks", "launch_experts"},
     "plan.py": {"ops"},
     "warmup.py": {"launch", "ops"},
-    "adapters": {"adapters", "_checks"},
+    "layouts": {"layouts"},
+    "adapters": {"adapters", "layouts", "_checks"},
 }
 
 
