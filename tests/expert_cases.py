@@ -166,11 +166,11 @@ def build_mlp(
     if isinstance(adapter_ids, str):
         adapter_ids = torch.randint(-1, slots, (tokens,), generator=g)
     x = numbers(tokens, hidden)
-    w_gate_up, w_down = numbers(experts, wide, hidden, scale=hidden**-0.5), numbers(experts, hidden, inner, scale=inner**-0.5)
-    gate_up_a = numbers(slots, ea, *((2,) if each and gated else ()), rank, hidden, scale=hidden**-0.5)
+    w_gate_up, w_down = numbers(experts, wide, hidden, scale=max(hidden, 1) ** -0.5), numbers(experts, hidden, inner, scale=max(inner, 1) ** -0.5)
+    gate_up_a = numbers(slots, ea, *((2,) if each and gated else ()), rank, hidden, scale=max(hidden, 1) ** -0.5)
     gate_up_b = numbers(slots, eb, wide, rank)
     # down mirrors the sharing: where gate_up's A is shared, down's B is
-    down_a, down_b = numbers(slots, eb, rank, inner, scale=inner**-0.5), numbers(slots, ea, hidden, rank)
+    down_a, down_b = numbers(slots, eb, rank, inner, scale=max(inner, 1) ** -0.5), numbers(slots, ea, hidden, rank)
     topk_weights = torch.rand(tokens, top_k, generator=g, dtype=torch.float64)
     if integer:
         topk_weights = torch.tensor([1.0, 2.0, 0.5, -1.0], dtype=torch.float64)[torch.randint(4, (tokens, top_k), generator=g)]
