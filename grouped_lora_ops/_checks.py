@@ -286,17 +286,17 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or a.numel() == 0 or b.numel() == 0:
         return False
     start_a, start_b = a.data_ptr(), b.data_ptr()
-    end_a, end_b = start_a + _span(a), start_b + _span(b)
+    end_a, end_b = start_a + span(a), start_b + span(b)
     if end_a <= start_b or end_b <= start_a:
         return False
     for period in {stride * t.element_size() for t in (a, b) for stride in t.stride() if stride > 1}:
         offset = (start_b - start_a) % period  # modulo the period a lies in [0, its span), b in [offset, offset + its span)
-        if _span(a, period) <= offset and offset + _span(b, period) <= period:
+        if span(a, period) <= offset and offset + span(b, period) <= period:
             return False
     return True
 
 
-def _span(t: Tensor, period: int | None = None) -> int:
+def span(t: Tensor, period: int | None = None) -> int:
     """Bytes from the first element to past the last; with a period, axes whose stride is a multiple of it are left out."""
     size = t.element_size()
     steps = [(n - 1) * s * size for n, s in zip(t.shape, t.stride()) if period is None or s * size % period]

@@ -89,11 +89,13 @@ def kernels():
 @pytest.fixture(autouse=True)
 def fresh_choices():
     """Launch choices are remembered; a test that changes how they are made must not meet, or leave, older ones."""
-    from grouped_lora_ops.ops import common
+    from grouped_lora_ops.ops import common, prepared
 
     common.configured.cache_clear()
+    prepared.forget()
     yield
     common.configured.cache_clear()
+    prepared.forget()
 
 
 @pytest.fixture

@@ -18,8 +18,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grouped_lora_ops"
 ROOMS = {  # what a room may import of ours; arrows point down
     "reference": {"reference", "launch_experts"},
-    "kernels": {"launch", "launch_experts", "kernels"},
-    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "launch_experts", "kernels", "ops"},
+    "kernels": {"launch", "launch_experts", "kernels", "driver"},
+    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "launch_experts", "kernels", "ops", "cuda", "driver"},
+    "cuda.py": {"_builds", "driver"},
+    "driver.py": {"_launcher"},
+    "_builds.py": set(),
     "launch.py": set(),
     "launch_experts.py": {"launch"},
     "_library.py": set(),

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from .. import driver
+
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 SINGLE = tl.constexpr(0)  # one slot: tiles are runs of rows, ids mask them
@@ -194,6 +196,8 @@ def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_wa
     """
     if INTERPRETED:
         kernel[grid](*args, *constants)
+        if driver.tape() is not None:
+            driver.tape().refuse()
         return
     key = (
         kernel,
@@ -212,6 +216,7 @@ def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_wa
     compiled = _ready.get(key)
     if compiled is not None:
         compiled[grid](*args, *constants)
+        driver.record_triton(compiled, grid, (*args, *constants))
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -219,4 +224,6 @@ def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_wa
             "graph capture; prepare the shape with grouped_lora_ops.warmup(...) or call the op once outside the "
             "capture, then capture again."
         )
-    _ready[key] = kernel[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)
+    compiled = kernel[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)
+    _ready[key] = compiled
+    driver.record_triton(compiled, grid, (*args, *constants))

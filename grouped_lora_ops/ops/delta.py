@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, launch, reference
+from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
 from . import common
-from .expand import fill_base, grad_b, grad_h, output
+from .expand import fill_base, grad_b, grad_h, output_shape
+from .prepared import prepared, prepared_in_place
 from .shrink import backward as shrink_backward
 from .shrink import run as run_shrink
 
@@ -100,7 +101,7 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
         return
     h_groups = dims.groups if dims.h_grouped else 1
     chunks = config.shrink.chunks if config.shrink.split else 1
-    h = torch.empty(chunks, dims.tokens, h_groups, dims.rank, dtype=torch.float32, device=x.device)
+    h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
     shrink.shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink)
     expand.expand(name, h, bg, baseg, outg, adapter_ids, plan, ranks, scalings, sizes, 1, copy, config.expand)
 
@@ -111,18 +112,18 @@ def _cpu(x, lora_a, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ra
     return reference.delta(x, lora_a, lora_b, adapter_ids, scalings, base=base, out_sizes=out_sizes, ranks=ranks)
 
 
-@common.on_device
+@prepared
 def _cuda(x, lora_a, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ranks=None, plan=None):
     dims = _checks.delta("delta", x, lora_a, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan)
     common.check_values("delta", adapter_ids, dims.slots, ranks, dims.rank)
-    out = output(dims, x, x.dtype)
+    out = driver.empty(output_shape(dims), x.dtype, x.device)
     _run("delta", dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks, plan, True)
     return out
 
 
 def _fake(x, lora_a, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ranks=None, plan=None):
     dims = _checks.delta("delta", x, lora_a, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan)
-    return output(dims, x, x.dtype)
+    return x.new_empty(output_shape(dims))
 
 
 def _cpu_(out, x, lora_a, lora_b, adapter_ids, scalings, out_sizes=None, ranks=None, plan=None):
@@ -131,7 +132,7 @@ def _cpu_(out, x, lora_a, lora_b, adapter_ids, scalings, out_sizes=None, ranks=N
     reference.delta_(out, x, lora_a, lora_b, adapter_ids, scalings, out_sizes=out_sizes, ranks=ranks)
 
 
-@common.on_device
+@prepared_in_place(4)
 def _cuda_(out, x, lora_a, lora_b, adapter_ids, scalings, out_sizes=None, ranks=None, plan=None):
     dims = _checks.delta("delta_", x, lora_a, lora_b, adapter_ids, scalings, None, out_sizes, ranks, plan, out)
     common.check_values("delta_", adapter_ids, dims.slots, ranks, dims.rank)

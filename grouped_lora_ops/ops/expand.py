@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, launch, reference
+from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
 from . import common
+from .prepared import prepared, prepared_in_place
 from .shrink import run as run_shrink
 from .wgrad import wgrad
 
@@ -71,6 +72,7 @@ def expand_(
 
 def fill_base(base: Tensor | None, out: Tensor) -> None:
     """out where there is nothing to add: base, or zeros."""
+    common.not_prepared()
     if base is None:
         out.zero_()
     elif base is not out:
@@ -119,9 +121,8 @@ def _run(name, dims, h, lora_b, base, out, adapter_ids, scalings, ranks, plan, c
     )  # fmt: skip
 
 
-def output(dims: _checks.Dims, like: Tensor, dtype: torch.dtype) -> Tensor:
-    shape = (dims.tokens, dims.groups, dims.out_features) if dims.y_grouped else (dims.tokens, dims.out_features)
-    return like.new_empty(shape, dtype=dtype)
+def output_shape(dims: _checks.Dims) -> tuple:
+    return (dims.tokens, dims.groups, dims.out_features) if dims.y_grouped else (dims.tokens, dims.out_features)
 
 
 def _cpu(h, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ranks=None, plan=None):
@@ -130,18 +131,18 @@ def _cpu(h, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ranks=None
     return reference.expand(h, lora_b, adapter_ids, scalings, base=base, out_sizes=out_sizes, ranks=ranks)
 
 
-@common.on_device
+@prepared
 def _cuda(h, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ranks=None, plan=None):
     dims = _checks.expand("expand", h, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan)
     common.check_values("expand", adapter_ids, dims.slots, ranks, dims.rank)
-    out = output(dims, h, lora_b.dtype)
+    out = driver.empty(output_shape(dims), lora_b.dtype, h.device)
     _run("expand", dims, h, lora_b, base, out, adapter_ids, scalings, ranks, plan, True)
     return out
 
 
 def _fake(h, lora_b, adapter_ids, scalings, base=None, out_sizes=None, ranks=None, plan=None):
     dims = _checks.expand("expand", h, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan)
-    return output(dims, h, lora_b.dtype)
+    return h.new_empty(output_shape(dims), dtype=lora_b.dtype)
 
 
 def _cpu_(out, h, lora_b, adapter_ids, scalings, out_sizes=None, ranks=None, plan=None):
@@ -150,7 +151,7 @@ def _cpu_(out, h, lora_b, adapter_ids, scalings, out_sizes=None, ranks=None, pla
     reference.expand_(out, h, lora_b, adapter_ids, scalings, out_sizes=out_sizes, ranks=ranks)
 
 
-@common.on_device
+@prepared_in_place(3)
 def _cuda_(out, h, lora_b, adapter_ids, scalings, out_sizes=None, ranks=None, plan=None):
     dims = _checks.expand("expand_", h, lora_b, adapter_ids, scalings, None, out_sizes, ranks, plan, out)
     common.check_values("expand_", adapter_ids, dims.slots, ranks, dims.rank)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, launch, reference
+from .. import _checks, driver, launch, reference
 from .._library import define
 from . import common
+from .prepared import prepared
 
 
 def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
@@ -33,8 +34,8 @@ def build(adapter_ids: Tensor, num_slots: int) -> Tensor:
 
     tokens = adapter_ids.shape[0]
     config = launch.plan(tokens, num_slots)
-    scratch = torch.empty(config.programs * config.block_l, dtype=torch.int32, device=adapter_ids.device)
-    out = torch.empty(tokens + num_slots + 2, dtype=torch.int32, device=adapter_ids.device)
+    out = driver.empty((tokens + num_slots + 2,), torch.int32, adapter_ids.device)
+    scratch = driver.empty((config.programs * config.block_l,), torch.int32, adapter_ids.device)
     kernels.plan("plan", adapter_ids, num_slots, scratch, out, config, launch.has_pdl(common.facts(adapter_ids)[0]))
     return out
 
@@ -45,7 +46,7 @@ def _cpu(adapter_ids: Tensor, num_slots: int) -> Tensor:
     return reference.plan(adapter_ids, num_slots)
 
 
-@common.on_device
+@prepared
 def _cuda(adapter_ids: Tensor, num_slots: int) -> Tensor:
     _checks.plan("plan", adapter_ids, num_slots)
     common.check_values("plan", adapter_ids, num_slots, None, 0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, launch, reference
+from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
 from . import common
+from .prepared import prepared
 from .wgrad import wgrad
 
 
@@ -48,19 +49,20 @@ def run(
     plan: Tensor | None,
     scalings: Tensor | None = None,
     sizes: tuple | None = None,
+    flat: bool = False,
 ) -> Tensor:
-    """h [T, G, r] by our kernel, times scalings[l] where given; arguments already checked."""
+    """h [T, G, r] by our kernel, times scalings[l] where given; arguments already checked. flat: h [T, r], G = 1."""
     tokens, slots, rank, features = x.shape[0], a.shape[0], a.shape[2], x.shape[2]
     if tokens == 0 or groups == 0 or rank == 0 or features == 0 or slots == 0:
-        return torch.zeros(tokens, groups, rank, dtype=torch.float32, device=x.device)
+        return torch.zeros((tokens, rank) if flat else (tokens, groups, rank), dtype=torch.float32, device=x.device)
     from ..kernels import shrink as kernels
 
-    h = torch.empty(1, tokens, groups, rank, dtype=torch.float32, device=x.device)
+    h = driver.empty((tokens, rank) if flat else (tokens, groups, rank), torch.float32, x.device)
     widest = features if sizes is None else max(sizes)
     config = common.configured(launch.shrink, common.problem(x, tokens, groups, widest, 0, rank, slots))
     plan = common.plan_for(adapter_ids, slots, plan, config.mode == launch.PLAN)
-    kernels.shrink(name, x, a, h, adapter_ids, plan, ranks, scalings, sizes, True, config)
-    return h[0]
+    kernels.shrink(name, x, a, h.view(1, tokens, groups, rank), adapter_ids, plan, ranks, scalings, sizes, True, config)
+    return h
 
 
 def _cpu(x, lora_a, adapter_ids, ranks=None, plan=None):
@@ -69,13 +71,12 @@ def _cpu(x, lora_a, adapter_ids, ranks=None, plan=None):
     return reference.shrink(x, lora_a, adapter_ids, ranks=ranks)
 
 
-@common.on_device
+@prepared
 def _cuda(x, lora_a, adapter_ids, ranks=None, plan=None):
     dims = _checks.shrink("shrink", x, lora_a, adapter_ids, ranks, plan)
     common.check_values("shrink", adapter_ids, dims.slots, ranks, dims.rank)
     xg, ag = common.grouped(x, 3), common.grouped(lora_a, 4)
-    h = run("shrink", xg, ag, dims.groups, adapter_ids, common.contiguous(ranks), plan)
-    return h if dims.h_grouped else h.view(dims.tokens, dims.rank)
+    return run("shrink", xg, ag, dims.groups, adapter_ids, common.contiguous(ranks), plan, flat=not dims.h_grouped)
 
 
 def _fake(x, lora_a, adapter_ids, ranks=None, plan=None):

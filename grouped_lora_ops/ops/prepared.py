@@ -1,0 +1,125 @@
+"""Prepared calls: what an op's first call with some shapes did, repeated for later tensors of the same shapes.
+
+A CUDA implementation checks its arguments, allocates, chooses and launches; that is 150 to 250 µs of Python for a delta
+at T = 1. All of it depends on what `driver.describe` puts into a key: shapes, strides, dtypes, devices, 16-byte
+alignment, which arguments are absent and which share an address. So the first call records its allocations and launches on a
+tape, and a call with the same key allocates anew, fills in the data pointers and launches on torch's current stream.
+Contents are never part of it: ids, ranks, scalings and weights are read by the kernels.
+
+What depends on addresses or on the mode is looked at in every call: operands that may overlap `out`, and operands that
+require grad, take the ordinary way, whose checks then speak. So do calls under GROUPED_LORA_CHECK=1 and, where Triton
+kernels are launched, under a profiler that hooks Triton's launches. A call that copies on the way (strided ranks), fills
+without a kernel, or runs in Triton's interpreter is not prepared.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+import torch
+
+from .. import _checks, driver
+from .common import on_device
+
+LIMIT = 4096  # prepared calls an op holds, about 3 KB each; the oldest leaves
+
+_tables: list[dict] = []
+_filling = threading.Lock()
+
+
+class Prepared:
+    """One recorded call: what to allocate (the result first), and the launches."""
+
+    __slots__ = ("made", "call", "device", "hooked")
+
+    def __init__(self, tape: driver.Tape, apart: tuple):
+        self.made = [(t.shape, t.dtype, t.device) for t in tape.made]
+        self.device = tape.args[0].get_device()
+        self.hooked = tape.hooked
+        operands = len(tape.args) + len(tape.made)
+        self.call = driver.call(driver.ensure_context(), operands, tuple(tape.launches), apart)
+
+
+def forget() -> None:
+    """Drop all prepared calls: for tests, which change how launches are chosen."""
+    for table in _tables:
+        table.clear()
+
+
+def _record(run: Callable, args: tuple, key, table: dict, in_place: int):
+    with driver.recording(args) as tape:
+        result = run(*args)
+    known = result is tape.made[0] if result is not None and tape.made else result is None
+    if key is not None and known and tape.launches and not tape.refused:
+        prepared = Prepared(tape, _apart(args, in_place))
+        with _filling:
+            while len(table) >= LIMIT:
+                del table[next(iter(table))]
+            table[key] = prepared
+    return result
+
+
+def _apart(args: tuple, in_place: int) -> tuple:
+    """Which operands out may not overlap, as `driver.call` takes it; at their present distance they do not."""
+    out, start = args[0], args[0].data_ptr()
+    operands = [(i, args[i]) for i in range(1, in_place)]
+    return tuple([(0, i, _checks.span(out), _checks.span(t), t.data_ptr() - start) for i, t in operands])
+
+
+def prepared(run: Callable) -> Callable:
+    """A CUDA implementation that returns a new tensor, which it makes first and with `driver.empty`."""
+    table: dict = {}
+    _tables.append(table)
+    ordinary = on_device(run)
+    empty = torch.empty
+
+    @functools.wraps(run)
+    def call(*args, **kwargs):
+        if kwargs or _checks.CHECK_IDS:
+            return ordinary(*args, **kwargs)
+        key = driver.describe(args)
+        found = table.get(key)
+        if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
+            return _record(ordinary, args, key, table, 0)
+        made = tuple([empty(shape, dtype=dtype, device=device) for shape, dtype, device in found.made])
+        code = driver.run(found.call, driver.stream_of(found.device), args, made)
+        if code:
+            driver.check(code, f"{run.__name__}: a kernel launch failed")
+        return made[0]
+
+    return call
+
+
+def prepared_in_place(operands: int) -> Callable:
+    """The same for one that writes its first argument; the first `operands` arguments may not require grad, nor overlap it."""
+
+    def decorate(run: Callable) -> Callable:
+        table: dict = {}
+        _tables.append(table)
+        ordinary = on_device(run)
+        empty = torch.empty
+        increment_version, grad_enabled = torch.autograd.graph.increment_version, torch.is_grad_enabled
+
+        @functools.wraps(run)
+        def call(*args, **kwargs):
+            if kwargs or _checks.CHECK_IDS:
+                return ordinary(*args, **kwargs)
+            if grad_enabled() and any(t.requires_grad for t in args[:operands]):
+                return ordinary(*args)
+            key = driver.describe(args)
+            found = table.get(key)
+            if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
+                return _record(ordinary, args, key, table, operands)
+            made = tuple([empty(shape, dtype=dtype, device=device) for shape, dtype, device in found.made])
+            code = driver.run(found.call, driver.stream_of(found.device), args, made)
+            if code:
+                if code < 0:  # may overlap: the exact check decides
+                    return ordinary(*args)
+                driver.check(code, f"{run.__name__}: a kernel launch failed")
+            increment_version(args[0])
+
+        return call
+
+    return decorate
