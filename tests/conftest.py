@@ -106,7 +106,7 @@ def force(monkeypatch):
     not. tall: 64-row tiles and several blocks of N a program.
     """
     from grouped_lora_ops import launch
-    from grouped_lora_ops.ops import common
+    from grouped_lora_ops.ops import common, prepared
 
     shrink, expand, fused = launch.shrink, launch.expand, launch.fused
 
@@ -117,6 +117,7 @@ def force(monkeypatch):
     def apply(how: str):
         words = how.split()
         common.configured.cache_clear()
+        prepared.forget()
         if "plan" in words:
             monkeypatch.setattr(launch, "SCAN_TOKENS", 0)
         if "tall" in words:
