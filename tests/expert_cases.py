@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 __all__ = ["DTYPES", "NAN", "assert_bits", "assert_equal", "bits", "rounded"]
 
+torch.set_num_threads(1)  # products of 10 × 20 numbers: two threads on a busy machine wait 10 ms for each other, every time
+
 PLACEMENTS = ("input", "pre_down", "post_down")
 ACTIVATIONS = {  # name: (activation, activation_limit)
     "swiglu": ("swiglu", None),
