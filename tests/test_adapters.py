@@ -130,7 +130,6 @@ def test_missing_files(directory):
         ("bias", "lora_only"),
         ("fan_in_fan_out", True),
         ("modules_to_save", ["lm_head"]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("trainable_token_indices", [1]),
         ("layer_replication", [[0, 4]]),
         ("alora_invocation_tokens", [1]),
@@ -147,6 +146,13 @@ def test_missing_files(directory):
 def test_unsupported_features_are_refused_by_name(directory, field, value):
     directory.config[field] = value
     assert directory.problems() == [f"adapter_config.json: {field} = {json.dumps(value)} is not supported."]
+
+
+def test_expert_parameters_need_a_layout(directory):
+    directory.config["target_parameters"] = ["mlp.experts.gate_up_proj"]
+    assert directory.problems() == [
+        'adapter_config.json: target_parameters = ["mlp.experts.gate_up_proj"] can be read only with the model\'s layout.'
+    ]
 
 
 def test_features_switched_off_are_accepted(directory):
