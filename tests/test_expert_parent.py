@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import ACTIVATIONS, DTYPES, PLACEMENTS, WEIGHTS, Mlp, Parent, assert_bits, assert_equal, build_mlp
+from expert_cases import ACTIVATIONS, DTYPES, PLACEMENTS, WEIGHTS, Mlp, Parent, act, assert_bits, assert_equal, build_mlp
 
 import grouped_lora_ops as gl
 
@@ -201,3 +201,18 @@ def test_a_weight_of_one_is_no_weight():
     ys = [c.with_(router_weight=p).call(gl.expert_mlp) for p in PLACEMENTS]
     assert_bits(ys[0], ys[1])
     assert_bits(ys[0], ys[2])
+
+
+@pytest.mark.parametrize("activation", ["swiglu clamped", "swigluoai clamped"])
+def test_gradients_at_the_clamp(activation):
+    """Exactly at the limit the gradient passes, as in torch.clamp; above (gate) or beyond (up) it is zero."""
+    name, limit = ACTIVATIONS[activation]
+    h = torch.tensor([[limit, limit], [limit + 1, -limit], [-9 * limit, limit + 1], [0.5, -limit - 1], [-limit, 0.0]])
+    eye, one = torch.eye(2)[None], torch.ones(5, 1)
+    x = h.clone().requires_grad_()
+    args = (torch.zeros(5, 1).long(), one, eye, torch.ones(1, 2, 1), *[None] * 6)
+    gl.expert_mlp(x, *args, activation=name, activation_limit=limit).sum().backward()
+    want = h.clone().requires_grad_()
+    (2 * act(want, name, limit)).sum().backward()
+    assert_equal(x.grad, want.grad)
+    assert x.grad[0].all() and x.grad[1, 0] == 0 and x.grad[2, 1] == 0 and x.grad[3, 1] == 0
