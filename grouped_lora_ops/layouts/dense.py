@@ -44,7 +44,7 @@ LAYOUTS = (
         name="gqa_dense",
         model_types=("llama", "qwen3", "mistral", "qwen2"),
         projections=(*gqa(), *gated_mlp()),
-        prefixes=("model.layers", "model.language_model.layers", "language_model.model.layers"),
+        prefixes=("model.layers", "layers", "model.language_model.layers", "language_model.model.layers"),
         status=Status.VALIDATED,
     ),
 )

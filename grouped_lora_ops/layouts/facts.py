@@ -149,7 +149,8 @@ class Layout:
     reason: str = ""  # why UNSTABLE; for the others what the status rests on
     experts: ExpertStorage | None = None
     owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other names of an owner
-    prefixes: tuple[str, ...] = ("model.layers",)  # what stands before the layer's index; the first one is written
+    # what stands before the layer's index; the first one is written. "layers": peft was put around the inner model
+    prefixes: tuple[str, ...] = ("model.layers", "layers")
     refused: Mapping[str, str] = field(default_factory=dict)  # path below a layer: why it cannot be a target
     peft_fused: tuple[str, ...] = ()  # leaves that peft rewrites to expert parameters wherever they stand
     notes: tuple[str, ...] = ()

@@ -110,7 +110,7 @@ LAYOUTS = (
             *gated_mlp("mlp.shared_expert", size("shared_expert_intermediate_size")),
         ),
         experts=ExpertStorage(),
-        prefixes=("model.layers", "model.language_model.layers"),
+        prefixes=("model.layers", "layers", "model.language_model.layers"),
         refused={
             "mlp.gate": ROUTER,
             "mlp.shared_expert_gate": "one gate value a token is not adapted",

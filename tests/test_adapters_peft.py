@@ -1,0 +1,149 @@
+"""The real peft library and real model classes judge what is read and what is written."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+from adapter_cases import Directory, assert_same_deltas, ours, theirs
+from tiny_models import CONFIGS, transformers_model
+
+from grouped_lora_ops import layouts
+from grouped_lora_ops.adapters import read_adapter
+
+peft = pytest.importorskip("peft", reason="the real peft library is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+ATTENTION = {
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    "deepseek_v4": [f"self_attn.{leaf}" for leaf in ("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj")],
+    "qwen3_5_moe_text": ["q_proj", "o_proj", "linear_attn.in_proj_qkv", "out_proj"],
+}
+GQA = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+DENSE = ("llama", "qwen3")
+
+
+def lora(name, **changes):
+    """A peft configuration for one architecture, with patterns that some of its modules match."""
+    modules = ATTENTION.get(name, GQA) + (["gate_proj", "up_proj", "down_proj"] if name in DENSE else [])
+    parameters = None if name in DENSE else EXPERTS
+    options = dict(r=4, lora_alpha=6, target_modules=modules, target_parameters=parameters)
+    options |= dict(rank_pattern={"o_proj": 3, r".*\.gate_up_proj": 2}, alpha_pattern={r"layers\.1\..*o_b?_?proj": 5})
+    return peft.LoraConfig(**options | changes)
+
+
+def adapted(model, config):
+    """peft's model with random factors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, rslora", [*((n, False) for n in CONFIGS if n != "kimi_k2"), ("llama", True), ("qwen3_moe", True)]
+)
+def test_what_peft_saves_of_real_models(name, rslora, tmp_path):
+    model = adapted(transformers_model(name), lora(name, use_rslora=rslora))
+    model.save_pretrained(tmp_path)
+    layout = layouts.of(CONFIGS[name])
+    adapter = read_adapter(tmp_path, layout)
+    assert_same_deltas(ours(adapter, layout), theirs(model))
+    scalings = {m.scaling for m in adapter.modules.values()}
+    assert len(scalings) > 1 and len({m.rank for m in adapter.modules.values()}) + len(adapter.experts) > 1
+    # the same file without a layout: dense modules only, under the names that it has
+    if name in DENSE:
+        assert_same_deltas(ours(read_adapter(tmp_path), layout), theirs(model))
+
+
+def test_bare_names_reach_v4s_indexer_and_are_refused(tmp_path):
+    model = adapted(transformers_model("deepseek_v4"), peft.LoraConfig(r=2, target_modules=["q_b_proj", "kv_proj"]))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as error:
+        read_adapter(tmp_path, layouts.of(CONFIGS["deepseek_v4"]))
+    problems = str(error.value).split("\n  - ")[1:]
+    assert problems and all("self_attn.compressor." in p and "cannot be adapted: the indexer and" in p for p in problems)
+
+
+def test_expert_pairs_are_what_peft_makes_of_them(tmp_path):
+    """peft itself turns a pair for every expert into 3-D parameters; the weights it adds are the ones read here."""
+    layout, directory = layouts.of(CONFIGS["qwen3_moe"]), Directory(tmp_path / "a", target_modules=["gate_proj", "up_proj", "down_proj"])
+    directory.config["target_modules"] = [f"mlp.experts.{e}.{leaf}_proj" for e in range(4) for leaf in ("gate", "up", "down")]
+    for e in range(4):
+        for leaf, sizes in (("gate", (32, 24)), ("up", (32, 24)), ("down", (24, 32))):
+            directory.pair(f"model.layers.1.mlp.experts.{e}.{leaf}_proj", *sizes)
+    got = ours(directory.read(layout), layout)
+    directory.config["target_modules"] = ["gate_proj", "up_proj", "down_proj"]
+    directory.write()
+    model = transformers_model("qwen3_moe", mlp_only_layers=[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        judged = theirs(peft.PeftModel.from_pretrained(model, directory.path))
+    assert_same_deltas(got, {k: v for k, v in judged.items() if "layers.1." in k}, 1e-6)
+
+
+def test_fused_targets_that_peft_rewrote(tmp_path):
+    """gate_proj and up_proj on fused experts are saved as parameters with rank 2r and alpha 2·alpha, B of any form."""
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    model = adapted(transformers_model("qwen3_moe", mlp_only_layers=[]), config)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert sorted(saved["target_parameters"]) == ["down_proj", "gate_up_proj"] and saved["rank_pattern"]
+    layout = layouts.of(CONFIGS["qwen3_moe"] | {"mlp_only_layers": []})
+    adapter = read_adapter(tmp_path, layout)
+    assert_same_deltas(ours(adapter, layout), theirs(model))
+    assert {m.rank for k, m in adapter.experts.items() if "gate_up" in k} == {4}
+    assert {m.scaling for m in adapter.experts.values()} == {1.5}
+
+
+@pytest.mark.parametrize("parameter", ["gate_up_proj", "down_proj"])
+def test_one_expert_parameter_alone(parameter, tmp_path):
+    model = adapted(transformers_model("glm4_moe"), peft.LoraConfig(r=2, target_modules=[], target_parameters=[parameter]))
+    model.save_pretrained(tmp_path)
+    layout = layouts.of(CONFIGS["glm4_moe"])
+    adapter = read_adapter(tmp_path, layout)
+    assert [k.rpartition(".")[2] for k in adapter.experts] == [parameter]
+    assert_same_deltas(ours(adapter, layout), theirs(model))
+
+
+def test_a_single_expert(tmp_path):
+    model = adapted(transformers_model("glm4_moe", n_routed_experts=1, num_experts_per_tok=1), lora("glm4_moe"))
+    model.save_pretrained(tmp_path)
+    layout = layouts.of(CONFIGS["glm4_moe"] | {"n_routed_experts": 1})
+    got, want = ours(read_adapter(tmp_path, layout), layout), theirs(model)
+    assert_same_deltas(got, {k: v.view(got[k].shape) for k, v in want.items()})
+
+
+def test_an_adapter_of_the_inner_model(tmp_path):
+    """peft around the decoder itself: names without `model.`."""
+    model = adapted(transformers_model("llama").model, lora("llama"))
+    model.save_pretrained(tmp_path)
+    layout = layouts.of(CONFIGS["llama"])
+    assert_same_deltas(ours(read_adapter(tmp_path, layout), layout), {f"model.{k}": v for k, v in theirs(model).items()})
+
+
+def test_outputs_are_the_models(tmp_path):
+    """The deltas that were read, added to the base weights, give the logits of peft's model: V4 but for wo_a."""
+    config = lora("deepseek_v4", target_modules=[t for t in ATTENTION["deepseek_v4"] if "o_a" not in t])
+    eager = dict(_experts_implementation="eager")  # the grouped one takes no float64
+    base = transformers_model("deepseek_v4", **eager).double()
+    tokens = torch.arange(12)[None] % 64
+    model = adapted(base, config)
+    for parameter in model.parameters():
+        parameter.data *= 0.3 if parameter.requires_grad else 1
+    want = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    layout, plain = layouts.of(CONFIGS["deepseek_v4"]), transformers_model("deepseek_v4", **eager).double()
+    parameters = dict(plain.named_parameters())
+    for path, delta in ours(read_adapter(tmp_path, layout), layout).items():
+        parameters[path if path in parameters else f"{path}.weight"].data += delta
+    torch.testing.assert_close(plain(tokens).logits, want, rtol=1e-8, atol=1e-8)
+    untouched = transformers_model("deepseek_v4", **eager).double()
+    assert not torch.allclose(untouched(tokens).logits, want, atol=1e-3)
