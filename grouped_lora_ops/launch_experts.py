@@ -103,6 +103,33 @@ class ExpertDeltaConfig:
     expand: ExpertExpandConfig | None
 
 
+@dataclass(frozen=True)
+class ExpertLinearConfig:
+    mode: int
+    tiles: int
+    plan_rows: int
+    block_m: int
+    block_n: int
+    block_k: int
+    rank_block: int
+    n_first: bool  # neighbouring programs share a tile of routes (x comes from the cache), not a block of W
+    precision: str
+    num_warps: int
+    num_stages: int
+    pdl: bool
+
+
+@dataclass(frozen=True)
+class ExpertWgradConfig:
+    block_t: int  # routes a step
+    block_w: int
+    block_r: int
+    run: int  # tiles of the plan that one program takes in turn; longer runs of a pair are summed from parts
+    precision: str
+    num_warps: int
+    num_stages: int
+
+
 def pairs(experts: int, slots: int) -> int:
     """(expert, slot) pairs, each expert's routes without an adapter being a pair of their own."""
     return experts * (slots + 1)
@@ -111,7 +138,7 @@ def pairs(experts: int, slots: int) -> int:
 def plan_rows(routes: int, experts: int, slots: int) -> int:
     """Routes of a tile of the plan, from shapes alone; kernels with lower tiles divide it."""
     each = routes / max(1, min(routes, experts * max(slots, 1)))
-    return 16 if each < 24 else 64 if each < 1024 else 128
+    return 16 if each < 24 else 64 if each < 128 else 128
 
 
 def plan_tiles(routes: int, experts: int, slots: int) -> int:
@@ -290,3 +317,54 @@ def delta(p: ExpertProblem) -> ExpertDeltaConfig:
     if one is not None:
         return ExpertDeltaConfig(one, None, None)
     return ExpertDeltaConfig(None, shrink(p), expand(p))
+
+
+def linear_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertLinearConfig:
+    mode, tiles, rows, block_m = _tiles(p, block_m)
+    chosen = dict(
+        mode=mode,
+        tiles=tiles,
+        plan_rows=rows,
+        block_m=block_m,
+        block_n=64,
+        block_k=128,
+        rank_block=rank_block(max(p.rank, 1), p.itemsize),
+        n_first=True,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=4,
+        pdl=has_pdl(p.arch),
+    )
+    chosen.update(changes)
+    if p.itemsize == 4:
+        chosen.update(block_n=min(chosen["block_n"], 64), block_k=32, num_stages=min(chosen["num_stages"], 3))
+        chosen["block_m"] = min(block_m, 64)
+    chosen["tiles"] = tiles * (block_m // chosen["block_m"])
+    return ExpertLinearConfig(**chosen)
+
+
+def linear(p: ExpertProblem) -> ExpertLinearConfig:
+    """A stream of W with many loads in flight while an expert has few routes; tiles for the matrix units from 32 on."""
+    rows = rows_each(p)
+    if rows < 16:
+        return linear_with(p, 16, block_n=64, block_k=128, num_stages=5)
+    if rows < 96:
+        return linear_with(p, 64, block_n=128, block_k=64, num_stages=4)
+    if p.rank > 64:
+        return linear_with(p, 64, block_n=128, block_k=64, num_warps=8, num_stages=3)
+    return linear_with(p, 128 if rows >= 256 else 64, block_n=256, block_k=64, num_warps=8, num_stages=3)
+
+
+def wgrad(p: ExpertProblem) -> ExpertWgradConfig:
+    """A program takes up to 1024 routes of a pair: enough of them for long pairs, few parts to sum."""
+    half = p.itemsize == 2
+    block_r = min(64, rank_block(p.rank, 2)) if half else min(32, rank_block(p.rank, 4))
+    return ExpertWgradConfig(
+        block_t=32 if half else 16,
+        block_w=128 if half else 64,
+        block_r=block_r,
+        run=max(1, 1024 // plan_rows(p.routes, p.experts, p.slots)),
+        precision=precision(p.itemsize),
+        num_warps=8 if block_r == 64 else 4,
+        num_stages=3,
+    )

@@ -54,6 +54,10 @@ def main(arch: str, sms: int, quick: bool) -> None:
         x, a = empty(tokens, hidden, dtype=dtype), empty(routes, inner, dtype=dtype)
         h1, h2 = empty(routes, 2 * inner, dtype=dtype), empty(routes, hidden, dtype=dtype)
         expert_cuda.delta(x, *gate_up, ids, adapters, scalings, h1, None, ranks, None)
+        w_gate_up = empty(1, 2, inner, hidden, dtype=dtype).expand(experts, -1, -1, -1)  # input-major and packed ones are views too
+        w_down = empty(1, hidden, inner, dtype=dtype).expand(experts, -1, -1)
+        expert_cuda.linear(x, w_gate_up, *gate_up, ids, adapters, scalings, None, None, ranks, None)
+        expert_cuda.linear(a, w_down, *down, ids, adapters, scalings, None, None, ranks, None)
         expert_cuda.delta(a, *down, ids, adapters, scalings, h2, None, ranks, None)
     for tokens, experts, slots in ((64, 128, 1), (4096, 128, 4), (4096, 256, 1), (8192, 256, 64)):
         expert_plan.build(torch.zeros(tokens, 8, dtype=torch.int32), None, experts, slots)

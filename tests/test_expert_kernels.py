@@ -79,12 +79,14 @@ class Case:
     weights: Tensor | None
     ranks: Tensor | None
     grad: Tensor
+    w: Tensor
+    bias: Tensor | None
 
     def args(self):
         return self.x, self.a, self.b, self.ids, self.adapters, self.scalings
 
     def wide(self):
-        names = ("x", "a", "b", "base", "weights", "grad")
+        names = ("x", "a", "b", "base", "weights", "grad", "w", "bias")
         values = {n: None if getattr(self, n) is None else getattr(self, n).double() for n in names}
         return replace(self, **values)
 
@@ -92,9 +94,11 @@ class Case:
 def build(
     dtype=torch.bfloat16, form="whole", *, tokens=5, top_k=2, experts=4, slots=2, features=300, out=72, rank=5,
     shared="", per_route=False, adapters=True, base=True, weights=False, ranks=False, layout="dense", ids=None, id_dtype=torch.int32,
-    poison=True, seed=0,
+    poison=True, seed=0, halves="",
+    bias=False,
 ):  # fmt: skip
-    """shared: "a" and "b" name factors that all experts share. poison: NaN in what no route may read."""
+    """shared: "a" and "b" name factors that all experts share; halves: "w" and "b" name weight and bias where they have
+    an axis of halves. poison: NaN in what no route may read."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(bound, *shape):
@@ -113,17 +117,26 @@ def build(
     ranks_t = torch.tensor([rank, rank // 2, 1][:slots], dtype=torch.int32) if ranks else None
     base_t = integers(50, routes, out) if base else None
     grad = integers(4, routes, out)
+    w = integers(2 if half else 3, experts, *((2, out // 2) if "w" in halves else (out,)), features)
+    bias_t = integers(9, experts, *((2, out // 2) if "b" in halves else (out,))) if bias else None
     if poison:
         flat = ids_t.flatten()
         slot_of = torch.zeros(routes, dtype=torch.long) if adapters_t is None else adapters_t.repeat_interleave(top_k)
         live = (flat >= 0) & (flat < experts) & (slot_of >= 0) & (slot_of < slots)
+        read = live if base else (flat >= 0) & (flat < experts)  # a base product reads x without an adapter, too
         if per_route:
-            x[~live] = NAN
+            x[~read] = NAN
         else:
-            x[~live.view(tokens, top_k).any(1)] = NAN
-        grad[~live] = NAN
+            x[~read.view(tokens, top_k).any(1)] = NAN
+        grad[~read] = NAN
+        routed = (flat >= 0) & (flat < experts)
         if weights_t is not None:
-            weights_t[~live] = NAN
+            weights_t[~live if base else ~routed] = NAN
+        for e in range(experts):
+            if e not in flat.tolist():
+                w[e] = NAN
+                if bias:
+                    bias_t[e] = NAN
         used = {(int(slot_of[i]), int(flat[i])) for i in live.nonzero()[:, 0]}
         for slot in range(slots):
             for t, e_count in ((a, ea), (b, eb)):
@@ -135,7 +148,7 @@ def build(
             if ranks_t is not None:
                 a[slot, ..., int(ranks_t[slot]) :, :] = NAN
                 b[slot, ..., int(ranks_t[slot]) :] = NAN
-    at = {n: None if t is None else place(t, layout, DEVICE) for n, t in dict(x=x, a=a, b=b, base=base_t, grad=grad).items()}
+    at = {n: None if t is None else place(t, layout, DEVICE) for n, t in dict(x=x, a=a, b=b, base=base_t, grad=grad, w=w, bias=bias_t).items()}
     moved = {n: None if t is None else t.to(DEVICE) for n, t in dict(scalings=scalings, weights=weights_t, ranks=ranks_t).items()}
     return Case(
         **at, **moved, ids=ids_t.to(DEVICE, id_dtype), adapters=None if adapters_t is None else adapters_t.to(DEVICE, id_dtype)
@@ -238,6 +251,190 @@ def test_a_given_plan_is_read(force):
     check_delta(c, plan=reference.expert_plan(c.ids.cpu(), c.adapters.cpu(), 4, 2).to(DEVICE))
     damaged = torch.full_like(reference.expert_plan(c.ids.cpu(), c.adapters.cpu(), 4, 2), 2**30).to(DEVICE)
     kernels("delta")(*c.args(), c.base, None, None, damaged)  # nothing is read out of bounds
+
+
+# --- expert_linear ---
+
+
+def linear_case(dtype=torch.bfloat16, form="whole", **kw):
+    return build(dtype, form, base=False, **kw)
+
+
+def check_linear(c, what="", lora=True, plan=None):
+    w = c.wide()
+    a, b = (w.a, w.b) if lora else (None, None)
+    exact = reference.expert_linear(w.x, w.w, a, b, *w.args()[3:], bias=w.bias, row_weights=w.weights, ranks=w.ranks)
+    a, b = (c.a, c.b) if lora else (None, None)
+    got = kernels("linear")(c.x, c.w, a, b, *c.args()[3:], c.bias, c.weights, c.ranks, plan)
+    assert_equal(got, rounded(exact, c.x.dtype), what)
+    return got
+
+
+@pytest.mark.parametrize("how", ["split", "plan whole", "plan whole tall"])
+@pytest.mark.parametrize("form", FORMS)
+def test_linear(force, form, how):
+    force(how)
+    for dtype in (torch.bfloat16, torch.float32):
+        check_linear(linear_case(dtype, form, ranks=True, weights=True, bias=True), f"{dtype}")
+
+
+@dtypes
+def test_linear_forms(dtype):
+    for i, halves in enumerate(("", "w", "b", "wb")):
+        check_linear(linear_case(dtype, FORMS[i % 3], halves=halves, bias=i != 1, per_route=i % 2 == 1), halves)
+        check_linear(linear_case(dtype, halves=halves, bias=i != 0, weights=True), f"no LoRA {halves}", lora=False)
+
+
+@pytest.mark.parametrize("shared", ["a", "b", "ab"])
+def test_linear_shared_factors(force, shared):
+    for how in ("split", "plan whole"):
+        force(how)
+        check_linear(linear_case(form="an A each", shared=shared, ranks=True), how)
+
+
+@pytest.mark.parametrize("layout", ["odd", "transposed", "rows", "scattered"])
+def test_linear_layouts(layout):
+    check_linear(linear_case(rank=8, features=72, layout=layout, bias=True))
+
+
+def test_linear_zero_adapters_change_no_bit(force):
+    """B = 0, adapter −1 and no LoRA at all: one code path, one result."""
+    for how in ("split", "plan whole"):
+        force(how)
+        generator = torch.Generator().manual_seed(0)
+        c = linear_case(poison=False, bias=True, weights=True, per_route=True)
+        c.x, c.w = (torch.randn(t.shape, generator=generator).to(DEVICE, t.dtype) for t in (c.x, c.w))
+        run = kernels("linear")
+        parent = run(c.x, c.w, None, None, c.ids, None, None, c.bias, c.weights, None, None)
+        zero = run(c.x, c.w, c.a, torch.zeros_like(c.b), c.ids, c.adapters, c.scalings, c.bias, c.weights, None, None)
+        without = run(c.x, c.w, c.a, c.b, c.ids, torch.full_like(c.adapters, -1), c.scalings, c.bias, c.weights, None, None)
+        assert_bits(zero, parent, how)
+        assert_bits(without, parent, how)
+
+
+# --- gradients ---
+
+DELTA_ARGUMENTS = ("x", "lora_a", "lora_b", "row_weights")
+LINEAR_ARGUMENTS = ("x", "weight", "lora_a", "lora_b", "bias", "row_weights")
+
+
+def compare(names, needs, got, exact, inputs, what):
+    """Each wanted gradient rounded once to its argument's dtype; nothing for the others."""
+    for name, need, g, e, t in zip(names, needs, got, exact, inputs):
+        if need:
+            assert_equal(g, rounded(e, t.dtype), f"{name} {what}")
+        else:
+            assert g.numel() == 0, f"{name} {what}"
+
+
+def gradient_case(dtype=torch.bfloat16, form="whole", **kw):
+    """Sums of products stay exact: smaller numbers than the forward's."""
+    c = build(dtype, form, **({"features": 72, "out": 40, "rank": 5} | kw))
+    for name in ("x", "a", "b", "grad", "w"):
+        t = getattr(c, name)
+        setattr(c, name, place(torch.where(t.isnan(), t, t.sign() * (t.abs() > 1)), kw.get("layout", "dense"), DEVICE))
+    return c
+
+
+def check_delta_backward(c, what="", needs=None):
+    w = c.wide()
+    needs = needs or [True, True, True, c.weights is not None]
+    exact = reference.expert_delta_backward(w.grad, *w.args(), w.weights, w.ranks, None, needs)
+    got = kernels("delta_backward")(c.grad, *c.args(), c.weights, c.ranks, None, needs)
+    compare(DELTA_ARGUMENTS, needs, got, exact, (c.x, c.a, c.b, c.weights), what)
+    return got
+
+
+def check_linear_backward(c, what="", needs=None, lora=True):
+    w = c.wide()
+    needs = needs or [True, True, lora, lora, c.bias is not None, c.weights is not None]
+    a, b = (w.a, w.b) if lora else (None, None)
+    exact = reference.expert_linear_backward(w.grad, w.x, w.w, a, b, *w.args()[3:], w.bias, w.weights, w.ranks, None, needs)
+    a, b = (c.a, c.b) if lora else (None, None)
+    got = kernels("linear_backward")(c.grad, c.x, c.w, a, b, *c.args()[3:], c.bias, c.weights, c.ranks, None, needs)
+    compare(LINEAR_ARGUMENTS, needs, got, exact, (c.x, c.w, c.a, c.b, c.bias, c.weights), what)
+
+
+@pytest.mark.parametrize("per_route", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_delta_backward(form, per_route):
+    for dtype, weights in ((torch.bfloat16, True), (torch.float32, False)):
+        check_delta_backward(gradient_case(dtype, form, per_route=per_route, weights=weights, ranks=True), f"{dtype}")
+
+
+@pytest.mark.parametrize("shared", ["a", "b", "ab"])
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_shared_factors(form, shared):
+    for per_route in (False, True):
+        experts = 1 if shared == "ab" else 4
+        check_delta_backward(gradient_case(form=form, shared=shared, per_route=per_route, experts=experts, weights=True), f"{per_route}")
+
+
+@pytest.mark.parametrize("needs", [[True, False, False, False], [False, True, False, False], [False, False, True, False],
+                                   [False, False, False, True]], ids=str)  # fmt: skip
+def test_only_what_is_asked_for(needs):
+    check_delta_backward(gradient_case(weights=True), needs=needs)
+
+
+@pytest.mark.parametrize("per_route", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_linear_backward(form, per_route):
+    for dtype, options in ((torch.bfloat16, dict(weights=True, bias=True)), (torch.float32, {})):
+        check_linear_backward(gradient_case(dtype, form, base=False, per_route=per_route, ranks=True, **options), f"{dtype}")
+
+
+def test_linear_backward_forms():
+    for i, halves in enumerate(("", "w", "b", "wb")):
+        check_linear_backward(gradient_case(form=FORMS[i % 3], base=False, halves=halves, bias=True), halves)
+        check_linear_backward(gradient_case(base=False, halves=halves, bias=True, weights=True), f"no LoRA {halves}", lora=False)
+    for shared in ("a", "b"):
+        needs = [True, False, True, True, False, False]
+        check_linear_backward(gradient_case(base=False, shared=shared), shared, needs)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 5, 0], [0, 2, 0, 3], [0, 0, 0, 0], [60, 0, 3, 0]], ids=str)
+def test_pairs_without_routes_get_exact_zeros(counts, monkeypatch):
+    """And a pair with several runs is the sum of its parts."""
+    monkeypatch.setattr(launch_experts, "wgrad", lambda p, chosen=launch_experts.wgrad: replace(chosen(p), run=2))
+    ids = [[e] for e, count in enumerate(counts) for _ in range(count)] + [[-1]]
+    c = gradient_case(tokens=len(ids), top_k=1, ids=ids, slots=1, adapters=False, features=40, out=24)
+    _, da, db, _ = check_delta_backward(c)
+    for e, count in enumerate(counts):
+        if not count:
+            assert_bits(da[0, e], torch.zeros_like(da[0, e]))
+            assert_bits(db[0, e], torch.zeros_like(db[0, e]))
+
+
+@pytest.mark.parametrize("sizes", [dict(tokens=0), dict(top_k=0), dict(rank=0), dict(features=0), dict(out=0)], ids=str)
+def test_gradients_of_empty_sizes(sizes):
+    c = gradient_case(poison=False, weights=True, **sizes)
+    got = kernels("delta_backward")(c.grad, *c.args(), c.weights, None, None, [True] * 4)
+    for g, t in zip(got, (c.x, c.a, c.b, c.weights)):
+        assert_bits(g, torch.zeros_like(t))
+
+
+@pytest.mark.parametrize("layout", ["odd", "transposed", "scattered"])
+def test_gradient_layouts(layout):
+    check_delta_backward(gradient_case(form="an A each", rank=8, out=48, ranks=True, layout=layout))
+    check_linear_backward(gradient_case(rank=8, out=48, base=False, layout=layout, bias=True))
+
+
+def test_a_broadcast_gradient():
+    c = gradient_case(weights=True)
+    c.grad = torch.ones((), dtype=c.x.dtype, device=DEVICE).expand(c.grad.shape)
+    check_delta_backward(c)
+
+
+def test_float32_master_copies():
+    """Factors in float32 beside a bf16 x compute in bf16; their gradients are float32."""
+    c = gradient_case()
+    exact = reference.expert_delta_backward(*(c.wide().grad, *c.wide().args()), None, None, None, [True, True, True, False])
+    c.a, c.b = c.a.float(), c.b.float()
+    got = kernels("delta_backward")(c.grad, *c.args(), None, None, None, [True, True, True, False])
+    for g, e, dtype in zip(got, exact, (torch.bfloat16, torch.float32, torch.float32)):
+        assert_equal(g, rounded(e, dtype))
+    want = rounded(reference.expert_delta(*c.wide().args()), torch.bfloat16)
+    assert_equal(kernels("delta")(*c.args(), None, None, None, None), want)
 
 
 @pytest.mark.gpu

@@ -189,10 +189,11 @@ def count(name: str, ids: Tensor, adapters: Tensor | None, experts: int, slots: 
     """Write the plan into out; scratch is [programs, BLOCK_L] int32."""
     m, k, e, slot_count, *strides = sizes(ids, adapters, experts, slots)
     constants = (config.block, config.steps, config.block_l)
+    at_once = max(1, min(32, (8192 if config.block_l <= 512 else 4096) // config.block_l))  # more spill on sm_90
     grid = (config.programs, 1, 1)
     launch(name, count_kernel, grid, (ids, adapters, scratch, m, k, e, slot_count, *strides), (*constants, pdl), 4, 1)
     launch(
         name, place_kernel, grid,
         (ids, adapters, scratch, out, m, k, e, slot_count, room, *strides, config.programs),
-        (config.rows, *constants, max(1, min(32, 8192 // config.block_l)), pdl), 8, 1, pdl,
+        (config.rows, *constants, at_once, pdl), 16, 1, pdl,
     )  # fmt: skip

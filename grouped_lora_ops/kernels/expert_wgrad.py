@@ -1,0 +1,202 @@
+"""out[l, e, g] = s_l Σ_m w_m narrow[m, g]ᵀ wide[m, g] over the routes of every (expert, slot) pair.
+
+A program takes a run of the plan's tiles: those of one pair inside a window of RUN tiles. A pair that lies in one
+window is written at once; of a longer one every window's sum goes to a part, and the parts are added in order.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch_experts import ExpertWgradConfig, cdiv
+from .shrink import strides
+from .tile import dot, dot_split, launch, round_to, split, unit_axis, vector_width
+
+
+@triton.jit
+def pair_at(head, tile, count):
+    """The pair of a tile, −1 where there is none."""
+    return tl.load(head + 1 + tile, mask=(tile >= 0) & (tile < count), other=-1)
+
+
+@triton.jit
+def store_pair(
+    acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT: tl.constexpr
+):  # fmt: skip
+    """Write a pair's sum, times its scaling."""
+    expert = pair // (L + 1)
+    slot = pair % (L + 1)
+    if scalings is not None:
+        acc = acc * tl.load(scalings + slot)
+    ptrs = out + expert.to(tl.int64) * o_e + group * o_g + r[:, None] * o_r + w[None, :] * o_w
+    if not ANY_SLOT:
+        ptrs += slot.to(tl.int64) * o_l
+    tl.store(ptrs, round_to(acc, out.dtype.element_ty), mask=(r < R)[:, None] & (w < W)[None, :])
+
+
+@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "W", "R", "n_div", "w_div", "n_m", "n_g", "n_r", "w_m", "w_g", "w_w", "v_m",
+                               "o_l", "o_e", "o_g", "o_r", "o_w"),
+            do_not_specialize_on_alignment=("plan", "ranks", "scalings", "weights"))  # fmt: skip
+def expert_wgrad_kernel(
+    narrow, wide, out, parts, plan, ranks, scalings, weights,
+    M: "i32", E: "i32", L: "i32", TILES: "i32", W: "i32", R: "i32", n_div: "i32", w_div: "i32",
+    n_m: "i64", n_g: "i64", n_r: "i64", w_m: "i64", w_g: "i64", w_w: "i64", v_m: "i64",
+    o_l: "i64", o_e: "i64", o_g: "i64", o_r: "i64", o_w: "i64",
+    GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, W_VEC: tl.constexpr, W_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """narrow's axes (m, g, r), wide's (m, g, w); grid (tiles · W blocks, r blocks · groups). Route m reads rows m // n_div, m // w_div.
+
+    ANY_SLOT: a pair is an expert (L = 0). EXACT: narrow already has wide's dtype.
+    """
+    w_blocks = tl.cdiv(W * W_VEC, BLOCK_W)
+    tile = tl.program_id(0) // w_blocks
+    group = tl.program_id(1) % GROUPS
+    r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    w = (tl.program_id(0) % w_blocks) * BLOCK_W + tl.arange(0, BLOCK_W)
+    head = plan + M + E
+    count = tl.minimum(tl.load(head), TILES)
+    if tile >= count:
+        return
+    pair = pair_at(head, tile, count)
+    slot = pair % (L + 1)
+    if (pair < 0) | (pair >= E * (L + 1)):
+        return
+    if not ANY_SLOT:
+        if slot == L:
+            return
+    new = pair_at(head, tile - 1, count) != pair
+    window = tile // RUN
+    if not (new | (tile % RUN == 0)):
+        return
+    mates = tile + tl.arange(0, RUN)
+    size = tl.sum(((mates < (window + 1) * RUN) & (pair_at(head, mates, count) == pair)).to(tl.int32), 0)
+    first = tl.load(head + 1 + TILES + tile)
+    last = tl.load(head + 1 + TILES + tile + size)
+    first = tl.minimum(tl.maximum(first, 0), M)
+    last = tl.minimum(last, M)
+    rank = R
+    if ranks is not None:
+        rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
+    if W_UNIT == 2:
+        w_w = 1
+    w_in = w < W * W_VEC
+    DTYPE: tl.constexpr = wide.dtype.element_ty
+    acc = tl.zeros((BLOCK_R, BLOCK_W), tl.float32)
+    for p0 in range(first, last, BLOCK_T):
+        position = p0 + tl.arange(0, BLOCK_T)
+        live = position < last
+        rows = tl.load(plan + position, mask=live, other=0)
+        live = live & (rows >= 0) & (rows < M)
+        rows = rows.to(tl.int64)
+        n_tile = tl.load(
+            narrow + group * n_g + (rows // n_div)[None, :] * n_m + r[:, None] * n_r,
+            mask=(r < rank)[:, None] & live[None, :], other=0.0,
+        )  # fmt: skip
+        w_tile = tl.load(
+            wide + group * (w_g * W_VEC) + (rows // w_div)[:, None] * (w_m * W_VEC) + w[None, :] * w_w,
+            mask=live[:, None] & w_in[None, :], other=0.0,
+        )  # fmt: skip
+        if EXACT:
+            acc = dot(n_tile, w_tile, acc, PRECISION)
+        else:
+            n_tile = n_tile.to(tl.float32)
+            if weights is not None:
+                n_tile *= tl.load(weights + rows * v_m, mask=live, other=0.0).to(tl.float32)[None, :]
+            high, low, scale = split(n_tile, DTYPE)
+            acc = dot_split(high, low, scale, w_tile, acc, PRECISION)
+    alone = new & (pair_at(head, tile + size, count) != pair)
+    if alone:
+        store_pair(acc, out, scalings, pair, E, L, r, w, R, W * W_VEC, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT)
+    else:
+        part = 2 * window + new.to(tl.int32)  # in a window one pair at most comes from the last, and one goes on into the next
+        p_ptrs = parts + ((part * GROUPS + group).to(tl.int64) * R + r[:, None]) * (W * W_VEC) + w[None, :]
+        tl.store(p_ptrs, acc, mask=(r < R)[:, None] & w_in[None, :])
+
+
+@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "W", "R", "o_l", "o_e", "o_g", "o_r", "o_w"),
+            do_not_specialize_on_alignment=("plan", "scalings"))  # fmt: skip
+def expert_wgrad_sum_kernel(
+    parts, out, plan, scalings,
+    M: "i32", E: "i32", L: "i32", TILES: "i32", W: "i32", R: "i32",
+    o_l: "i64", o_e: "i64", o_g: "i64", o_r: "i64", o_w: "i64",
+    GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A pair that goes on from the window where it begins: its parts, in order. Grid (W blocks, r blocks · groups, windows)."""
+    window = tl.program_id(2)
+    group = tl.program_id(1) % GROUPS
+    r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
+    w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    head = plan + M + E
+    count = tl.minimum(tl.load(head), TILES)
+    pair = pair_at(head, (window + 1) * RUN, count)
+    if (pair < 0) | (pair >= E * (L + 1)):
+        return
+    if not ANY_SLOT:
+        if pair % (L + 1) == L:
+            return
+    begins = (pair_at(head, window * RUN, count) != pair) | (pair_at(head, window * RUN - 1, count) != pair)
+    if (pair_at(head, (window + 1) * RUN - 1, count) != pair) | (not begins):
+        return
+    inside = (r < R)[:, None] & (w < W)[None, :]
+    columns = r[:, None] * W + w[None, :]
+    size = R.to(tl.int64) * W
+    acc = tl.load(parts + ((2 * window + 1) * GROUPS + group) * size + columns, mask=inside, other=0.0)
+    window += 1
+    while pair_at(head, window * RUN, count) == pair:
+        acc += tl.load(parts + (2 * window * GROUPS + group) * size + columns, mask=inside, other=0.0)
+        window += 1
+    store_pair(acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT)
+
+
+def wgrad(
+    name: str,
+    narrow: Tensor,  # [M or T, G or 1, r]
+    wide: Tensor,  # [M or T, G or 1, W]
+    out: Tensor,  # [L, E, G, r, W], any strides, all zeros; [1, E, G, r, W] with L = 0
+    parts: Tensor | None,  # scratch, [2 · windows, G, r, W] float32; None where no pair can have more than one run
+    ids: Tensor,  # [T, K]
+    plan: Tensor,
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    weights: Tensor | None,  # [M], multiplies narrow
+    slots: int,
+    tiles: int,
+    room: int,
+    config: ExpertWgradConfig,
+) -> None:
+    """Write the pairs that have routes; the others keep their zeros."""
+    routes, top_k = ids.shape[0] * ids.shape[1], ids.shape[1]
+    _, experts, groups, rank, width = out.shape
+    w_unit = unit_axis(wide, 2)
+    vec = vector_width(wide, w_unit, width)
+    ws = strides(wide, w_unit, vec)
+    grid = cdiv(width, config.block_w), cdiv(rank, config.block_r) * groups
+    launch(
+        name,
+        expert_wgrad_kernel,
+        (tiles * grid[0], grid[1], 1),
+        (
+            narrow, wide, out, out if parts is None else parts, plan, ranks, scalings, weights,
+            routes, experts, slots, room, width // vec, rank,
+            1 if narrow.shape[0] == routes else top_k, 1 if wide.shape[0] == routes else top_k,
+            narrow.stride(0), 0 if narrow.shape[1] == 1 else narrow.stride(1), narrow.stride(2),
+            ws[0], 0 if wide.shape[1] == 1 else ws[1], ws[2], 0 if weights is None else weights.stride(0), *out.stride(),
+        ),
+        (
+            groups, config.run, slots == 0, narrow.dtype == wide.dtype and weights is None, config.block_t, config.block_w,
+            config.block_r, vec, w_unit, config.precision,
+        ),
+        config.num_warps,
+        config.num_stages,
+    )  # fmt: skip
+    if parts is not None:
+        launch(
+            name,
+            expert_wgrad_sum_kernel,
+            (*grid, cdiv(tiles, config.run)),
+            (parts, out, plan, scalings, routes, experts, slots, room, width, rank, *out.stride()),
+            (groups, config.run, slots == 0, config.block_w, config.block_r),
+            4,
+            1,
+        )
