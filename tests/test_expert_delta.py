@@ -106,24 +106,24 @@ def test_halves_of_packed_factors_are_views():
     assert_bits(replace(c, a=view).delta(gl.expert_delta), c.delta(gl.expert_delta))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("per_route", [False, True], ids=["tokens", "routes"])
 @pytest.mark.parametrize("factors", FACTORS)
-def test_gradients_on_small_integers(factors, per_route):
-    """The sums are exact in float64 and, these ones, in float32: each gradient is that value rounded once."""
-    kw = dict(experts=1, ids=torch.tensor([[0, 1, 0], [-1, 0, 0]])) if factors == "both shared" else {}
-    c = build_routes(factors, torch.float32, per_route=per_route, features=12, out=8, ranks=[3, 2, 5], **kw)
-    ours, exact = c.leaves(DELTA_GRADS), finite(c).double().leaves(DELTA_GRADS)
-    ours.delta(gl.expert_delta).backward(c.grad_y)
-    delta_by_route(exact).backward(exact.grad_y.detach())
-    for name in DELTA_GRADS:
-        want = getattr(exact, name).grad
-        assert_equal(getattr(ours, name).grad, rounded(want, torch.float32), f"delta {name}")
-    c = build_routes(factors, torch.float32, per_route=per_route, features=12, out=8, ranks=[3, 2, 5], weights="halves")
-    ours, exact = c.leaves(LINEAR_GRADS), finite(c).double().leaves(LINEAR_GRADS)
-    ours.linear(gl.expert_linear).backward(c.grad_y)
-    linear_by_route(exact).backward(exact.grad_y.detach())
-    for name in LINEAR_GRADS:
-        assert_equal(getattr(ours, name).grad, rounded(getattr(exact, name).grad, torch.float32), f"linear {name}")
+def test_gradients_on_small_integers(factors, per_route, dtype):
+    """Every sum is exact in float32: each gradient is the float64 one, rounded once."""
+    kw = dict(per_route=per_route, features=12, out=8, ranks=[3, 2, 5])
+    one = dict(experts=1, ids=torch.tensor([[0, 1, 0], [-1, 0, 0]])) if factors == "both shared" else {}
+    for op, names, oracle, more in (
+        ("delta", DELTA_GRADS, delta_by_route, one),
+        ("linear", LINEAR_GRADS, linear_by_route, dict(weights="halves")),
+    ):
+        c = build_routes(factors, DTYPES[dtype], **kw, **more)
+        ours, exact = c.leaves(names), finite(c).double().leaves(names)
+        getattr(ours, op)(getattr(gl, f"expert_{op}")).backward(c.grad_y)
+        oracle(exact).backward(exact.grad_y.detach())
+        for name in names:
+            got = getattr(ours, name).grad
+            assert_equal(got, rounded(getattr(exact, name).grad, got.dtype), f"{op} {name}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

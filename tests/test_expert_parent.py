@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import ACTIVATIONS, DTYPES, PLACEMENTS, WEIGHTS, Mlp, Parent, act, assert_bits, assert_equal, build_mlp
+from expert_cases import (
+    ACTIVATIONS,
+    DTYPES,
+    PLACEMENTS,
+    WEIGHTS,
+    Mlp,
+    Parent,
+    act,
+    assert_bits,
+    assert_equal,
+    build_mlp,
+)
 
 import grouped_lora_ops as gl
+from grouped_lora_ops.reference.expert_routes import join
 
 
 def run(c: Mlp, grad_y):
@@ -61,21 +73,15 @@ def test_zero_adapters_are_the_parent(activation, placement, bias, dtype):
         torch.testing.assert_close(dw, want_dw, rtol=2e-2 if c.topk_weights.dtype != torch.float32 else 2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_sign_of_zero_survives_a_zero_delta(placement):
-    """x Wᵀ that underflows to −0.0: + 0.0 would lose its sign; R1's bits would differ from the parent's."""
-    c = build_mlp(torch.float32, tokens=3, experts=2, ids=torch.tensor([[0, 1]] * 3), activation="relu2", placement=placement)
-    c.x.fill_(1e-30)
-    c.w_gate_up.fill_(1.0)
-    c.w_down.fill_(-1e-30)
-    c.topk_weights.fill_(1.0)
-    zero = c.with_(gate_up_b=torch.zeros_like(c.gate_up_b), down_b=torch.zeros_like(c.down_b))
-    assert_bits(zero.call(gl.expert_mlp), c.base().call(gl.expert_mlp))
-    routes = gl.expert_linear(c.x, -c.w_gate_up * 1e-30, None, None, c.topk_ids, None, None)
-    lora = gl.expert_linear(
-        c.x, -c.w_gate_up * 1e-30, zero.gate_up_a, zero.gate_up_b, c.topk_ids, zero.adapter_ids, zero.scalings
-    )
-    assert_bits(lora, routes)
+def test_the_sign_of_zero_survives_a_zero_delta():
+    """−1e-30 · 1e-30 underflows to −0.0; + 0.0 would lose its sign, and R1's bits would differ from the parent's."""
+    ids = torch.zeros(4, 2).long()
+    x, weight = torch.full((4, 1), 1e-30), torch.full((1, 16, 1), -1e-30)
+    a, b = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 16, 2)
+    y = gl.expert_linear(x, weight, None, None, ids, None, None)
+    assert_bits(gl.expert_linear(x, weight, a, b, ids, None, torch.ones(1)), y)
+    minus, zero = torch.tensor([-0.0, 0.0, -0.0]), torch.tensor([0.0, -0.0, 1.0])
+    assert_bits(join(minus, zero), torch.tensor([-0.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("weight", [0.0, 1e-8, 3.0, -0.7, 1 / 3])
