@@ -1,0 +1,401 @@
+"""Prepared calls, on a GPU that is not there: a repeated call launches the right kernels on the right memory."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import threading
+from types import SimpleNamespace
+
+import fake_gpu
+import pytest
+import torch
+from cases import FORMS, assert_equal, build, want_delta, want_shrink
+
+from grouped_lora_ops import _checks, driver, reference
+from grouped_lora_ops.ops import prepared
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter stands in for one")
+WAYS = ["C", "ctypes"]
+
+
+@pytest.fixture(params=WAYS)
+def gpu(request, monkeypatch):
+    pytest.importorskip("triton")
+    if request.param == "C" and driver._launcher is None:
+        pytest.skip("csrc/launcher.c was not built")
+    return fake_gpu.install(monkeypatch, request.param)
+
+
+def op(name):
+    stem, in_place = name.rstrip("_"), name.endswith("_")
+    return getattr(importlib.import_module(f"grouped_lora_ops.ops.{stem}"), "_cuda_" if in_place else "_cuda")
+
+
+def held(name):
+    """The prepared calls of an op."""
+    function = op(name)
+    tables = [c.cell_contents for c in function.__closure__ if isinstance(c.cell_contents, dict)]
+    (table,) = [t for t in tables if any(t is known for known in prepared._tables)]
+    return table
+
+
+def delta(c, base=True, plan=None):
+    return op("delta")(*c.factors, c.base if base else None, c.out_sizes, c.ranks, plan)
+
+
+def small(form="wo_a", dtype=torch.bfloat16, **kw):
+    return build(form, dtype, **{"features": 64, "out": 16, "sizes": [24, 8], "ranks": True, **kw})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_repeated_delta_reads_and_writes_its_own_tensors(gpu, form):
+    tokens = 1 if form == "plain" else 3
+    first, second = (small(form, tokens=tokens, seed=seed) for seed in (0, 1))
+    assert_equal(delta(first), want_delta(first))
+    assert len(held("delta")) == 1 and not gpu.launches
+    y = delta(second)
+    assert_equal(y, want_delta(second))
+    assert len(gpu.launches) == 2 and {seen.stream for seen in gpu.launches} == {fake_gpu.STREAM}
+    assert y.data_ptr() not in [t.data_ptr() for t in (second.base, second.x)]
+    assert_equal(delta(second, base=False), want_delta(second, base=False), "another signature")
+    assert len(held("delta")) == 2
+    out = second.base
+    want = want_delta(second)
+    op("delta_")(first.base, *first.factors, first.out_sizes, first.ranks)
+    version = out._version
+    op("delta_")(out, *second.factors, second.out_sizes, second.ranks)
+    assert_equal(out, want, "in place")
+    assert out._version > version and len(held("delta_")) == 1
+
+
+@pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])
+def test_shrink_expand_and_plan_are_repeated(gpu, form):
+    for c in (small(form, seed=seed) for seed in (0, 1)):
+        h = op("shrink")(c.x, c.a, c.ids, c.ranks)
+        assert_equal(h, want_shrink(c))
+        want = want_delta(c)
+        assert_equal(op("expand")(h, c.b, c.ids, c.scalings, c.base, c.out_sizes, c.ranks), want)
+        op("expand_")(c.base, h, c.b, c.ids, c.scalings, c.out_sizes, c.ranks)
+        assert_equal(c.base, want)
+        assert_equal(op("plan")(c.ids, 3), reference.plan(c.ids, 3))
+    assert [len(held(name)) for name in ("shrink", "expand", "expand_", "plan")] == [1] * 4
+    assert len(gpu.launches) == 5  # the plan takes two
+
+
+@pytest.mark.parametrize("way", ["fused", "split"])
+def test_a_plan_made_inside_a_call_is_made_again(gpu, force, way):
+    force(f"plan {way}")
+    for seed in (0, 1):
+        c = small(tokens=9, seed=seed)
+        assert_equal(delta(c), want_delta(c))
+    assert len(gpu.launches) == (3 if way == "fused" else 4)
+    given = reference.plan(c.ids, 3)
+    for _ in range(2):
+        assert_equal(delta(c, plan=given), want_delta(c), "with the caller's plan")
+
+
+@pytest.mark.parametrize("layout", ["odd", "rows", "scattered"])
+def test_layouts_are_part_of_the_key(gpu, layout):
+    for seed in (0, 1):
+        for at in ("dense", layout):
+            c = small(tokens=2, layout=at, seed=seed, id_dtype=torch.int64)
+            assert_equal(delta(c), want_delta(c), at)
+    assert len(held("delta")) == 2 and len(gpu.launches) == 4
+
+
+def test_every_number_of_the_arguments_is_part_of_the_key(gpu):
+    c = small()
+    keys = {driver.describe((*c.factors, c.base, None, c.ranks))}
+    other = [
+        small(tokens=6), small(slots=4), small(features=128), small(out=32), small(rank=6), small(groups=3),
+        small(dtype=torch.float16), small(id_dtype=torch.int64), small(layout="rows"), small(layout="odd"),
+        small(layout={"x": "slice"}), small(layout={"b": "transposed"}), small(layout={"base": "rows"}),
+    ]  # fmt: skip
+    for o in other:
+        keys.add(driver.describe((*o.factors, o.base, None, o.ranks)))
+    keys |= {driver.describe((*c.factors, c.base, sizes, c.ranks)) for sizes in ([8, 8], [4, 12], [16], [])}
+    keys |= {driver.describe((*c.factors, None, None, c.ranks)), driver.describe((*c.factors, c.base, None, None))}
+    keys |= {driver.describe((*c.factors, c.x, None, c.ranks))}  # x again as base: they share an address
+    keys |= {driver.describe((c.ids, 3)), driver.describe((c.ids, 4)), driver.describe((c.ids,))}
+    assert len(keys) == 1 + len(other) + 4 + 2 + 1 + 3
+    again = small(seed=5)
+    assert driver.describe((*again.factors, again.base, None, again.ranks)) in keys
+    assert driver.describe((c.x, "text")) is None
+    assert driver.describe((c.x, [0.5])) is None
+
+
+def test_a_tensor_whose_address_is_not_aligned_has_another_key(gpu):
+    flat = torch.zeros(64, dtype=torch.bfloat16)
+    keys = {driver.describe((flat[at : at + 8],)) for at in range(48)}
+    assert len(keys) == 2
+
+
+def test_arguments_that_are_the_same_tensor(gpu):
+    """x as base: the recording cannot tell one from the other, so calls with two tensors are another key."""
+    for seed in (0, 1):
+        c = small("plain", features=32, out=32, seed=seed, poison=False)
+        got = op("delta")(*c.factors, c.x, None, c.ranks)
+        want = reference.delta(*c.wide().factors, base=c.x.double(), **c.kw).to(c.x.dtype)
+        assert_equal(got, want)
+        other = c.x.clone() + 1
+        want = reference.delta(*c.wide().factors, base=other.double(), **c.kw).to(c.x.dtype)
+        assert_equal(op("delta")(*c.factors, other, None, c.ranks), want)
+    assert len(held("delta")) == 2 and len(gpu.launches) == 4
+
+
+def test_weights_that_move(gpu):
+    """`.data` swaps keep the Python object and change its memory; freed memory comes back as another tensor."""
+    c = small(tokens=2)
+    delta(c)
+    c.a = torch.nn.Parameter(c.a, requires_grad=False)
+    for seed in range(1, 3):
+        c.a.data = small(seed=seed).a
+        c.b.data = small(seed=seed).b
+        c.a.data[~c.a.isfinite()] = 0
+        c.b.data[~c.b.isfinite()] = 0
+        assert_equal(delta(c), want_delta(c))
+    c.b.data = c.b.data.transpose(2, 3).contiguous().transpose(2, 3)  # the same object and shape, other strides
+    assert_equal(delta(c), want_delta(c))
+    for seed in range(4, 8):
+        c = small(seed=seed, tokens=2)
+        assert_equal(delta(c), want_delta(c))
+        del c
+        gc.collect()
+    assert len(held("delta")) == 2
+
+
+def test_out_that_overlaps_is_refused_at_every_address(gpu):
+    c = small("plain", features=32, out=32, poison=False)
+
+    def at(out_start, x_start):
+        buffer = torch.zeros(7, 128, dtype=torch.bfloat16)
+        out, x = buffer[:, out_start : out_start + 32], buffer[:, x_start : x_start + 32]
+        x.copy_(c.x), out.copy_(c.base)
+        want = reference.delta(x, *c.factors[1:], base=out, **c.kw)
+        op("delta_")(out, x, *c.factors[1:], None, c.ranks)
+        assert_equal(out, want)
+
+    at(0, 32)
+    at(0, 32)
+    assert len(gpu.launches) == 2, "interleaved columns at a distance that was checked are repeated"
+    at(0, 64)
+    at(64, 0)
+    assert len(gpu.launches) == 2, "at another distance the exact check decides"
+    with pytest.raises(ValueError, match="delta_: out must be memory apart from x"):
+        at(0, 16)
+    buffer = torch.zeros(14, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        op("delta_")(buffer[:7], c.x, *c.factors[1:], None, c.ranks)
+    with pytest.raises(ValueError, match="delta_: out must be memory apart from x"):
+        op("delta_")(buffer[:7], buffer[3:10], *c.factors[1:], None, c.ranks)
+
+
+@pytest.mark.parametrize("name", ["delta_", "expand_"])
+def test_operands_that_require_grad_are_refused_in_place(gpu, name):
+    c = small("plain")
+    h = torch.zeros(7, 5)
+    args = (c.x, c.a, c.b) if name == "delta_" else (h, c.b)
+    for _ in range(2):
+        op(name)(c.base, *args, c.ids, c.scalings, None, c.ranks)
+    assert gpu.launches
+    args[-1].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name}: lora_b must not require grad"):
+        op(name)(c.base, *args, c.ids, c.scalings, None, c.ranks)
+    with torch.no_grad():
+        op(name)(c.base, *args, c.ids, c.scalings, None, c.ranks)
+
+
+def test_bad_arguments_still_raise(gpu):
+    c = small()
+    delta(c), delta(c)
+    with pytest.raises(ValueError, match="lora_b must be"):
+        op("delta")(c.x, c.a, c.b[..., :4], c.ids, c.scalings, c.base, None, c.ranks, None)
+    with pytest.raises(ValueError, match="scalings must be float32"):
+        op("delta")(c.x, c.a, c.b, c.ids, c.scalings.double(), c.base, None, c.ranks, None)
+    assert len(held("delta")) == 1
+
+
+def test_ids_are_checked_when_asked_for(gpu, monkeypatch):
+    c = small()
+    delta(c), delta(c)
+    monkeypatch.setattr(_checks, "CHECK_IDS", True)
+    c.ids[0] = 9
+    with pytest.raises(ValueError, match="adapter_ids must be"):
+        delta(c)
+
+
+def test_what_is_not_prepared(gpu):
+    """Copies on the way, fills without a kernel, empty results: right, and not recorded."""
+    for _ in range(2):
+        c = small()
+        c.ranks = c.ranks.repeat_interleave(2)[::2]
+        c.kw["ranks"] = c.ranks
+        assert_equal(delta(c), want_delta(c), "strided ranks")
+        c = small(rank=0, ranks=False)
+        assert_equal(delta(c), c.base)
+        assert_equal(op("shrink")(c.x, c.a, c.ids, None), torch.zeros(7, 2, 0))
+        c = small(tokens=0)
+        assert delta(c).shape == (0, 2, 16)
+    assert not held("delta") and not held("shrink") and not gpu.launches
+
+
+def test_results_are_new_and_memory_is_held_by_nobody(gpu):
+    c = small()
+    results = [delta(c) for _ in range(4)]
+    assert len({t.data_ptr() for t in results}) == 4
+    (entry,) = held("delta").values()
+    assert not [o for o in gc.get_referents(entry) if isinstance(o, torch.Tensor)]
+
+
+def test_the_table_is_bounded(gpu, monkeypatch):
+    monkeypatch.setattr(prepared, "LIMIT", 3)
+    for tokens in (1, 2, 3, 4, 5, 1):
+        c = small(tokens=tokens)
+        assert_equal(delta(c), want_delta(c))
+        assert len(held("delta")) <= 3
+    assert not gpu.launches, "the oldest left"
+
+
+def test_another_context_is_made_current_for_the_launch(gpu):
+    c = small()
+    delta(c)
+    gpu.context = 0xD0  # this thread's current device is another now
+    assert_equal(delta(c), want_delta(c))
+    assert [seen.context for seen in gpu.launches] == [0xC0] * 2 and not gpu.pushed
+
+
+def test_a_launch_that_fails_raises(gpu):
+    c = small()
+    delta(c)
+    gpu.fail_with = 700
+    with pytest.raises(RuntimeError, match=r"a kernel launch failed: made up \(CUDA error 700\)"):
+        delta(c)
+
+
+def test_attributes_blocks_and_shared_memory_reach_the_driver(gpu):
+    x, y = torch.zeros(8), torch.zeros(4)
+    data, tensors = driver.pack("PqP", (x, 3, y))
+    with driver.recording((x, y)) as tape:
+        tape.add(driver.Launch(5, (7, 2, 1), 96, (8, 1, 1), 70000, True, data, (0,), ()), tensors)
+        tape.add(driver.Launch(6, (1, 1, 1), 32, (1, 1, 1), 0, False, data, (0, 8, 16), ()), tensors)
+    call = driver.call(0xC0, 2, tuple(tape.launches))
+    seen_data = []
+
+    def kernel(seen, parameters):
+        seen_data.append([ctypes.c_uint64.from_address(parameters[i]).value for i in range(1 if seen.function == 5 else 3)])
+
+    gpu.run_kernel = kernel
+    other = torch.zeros(8), torch.zeros(4)
+    assert driver.run(call, 99, other, ()) == 0
+    first, second = gpu.launches
+    assert (first.grid, first.block, first.shared, first.stream) == ((7, 2, 1), (96, 1, 1), 70000, 99)
+    assert first.attributes == {4: (8, 1, 1), 6: (1, 0, 0)} and second.attributes == {}
+    assert (second.grid, second.block, second.shared) == ((1, 1, 1), (32, 1, 1), 0)
+    assert seen_data == [[other[0].data_ptr()], [other[0].data_ptr(), 3, other[1].data_ptr()]]
+    with pytest.raises(ValueError, match="another call's operands"):
+        driver.run(call, 99, other, (x,))
+
+
+def test_programmatic_dependent_launch_is_recorded(gpu):
+    metadata = SimpleNamespace(
+        num_ctas=1, launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0,
+        launch_pdl=True, num_warps=2, shared=512,
+    )  # fmt: skip
+    compiled = SimpleNamespace(metadata=metadata, src=SimpleNamespace(signature={"x": "*fp32", "n": "i32", "B": "constexpr"}), function=3)
+    x = torch.zeros(4)
+    with driver.recording((x,)) as tape:
+        driver.record_triton(compiled, (5, 1, 1), (x, 4, 64))
+        driver.record_triton(compiled, (0, 1, 1), (x, 4, 64))
+    (one,) = tape.launches
+    assert (one.grid, one.threads, one.shared, one.pdl, one.slots) == ((5, 1, 1), 64, 512, True, ((0, 0),))
+    assert one.offsets == (0, 8, 16, 24) and len(one.data) == 32
+    for changed in ({"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"profile_scratch_size": 8}):
+        compiled.metadata = SimpleNamespace(**{**vars(metadata), **changed})
+        with driver.recording((x,)) as tape:
+            driver.record_triton(compiled, (5, 1, 1), (x, 4, 64))
+        assert tape.refused and not tape.launches
+
+
+def test_profilers_hear_of_every_launch(gpu):
+    from triton import knobs
+
+    def hook(metadata):
+        pass
+
+    c = small()
+    delta(c)
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        delta(c)
+        assert not gpu.launches
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    delta(c)
+    assert len(gpu.launches) == 2
+
+
+def test_an_unknown_triton_launches_the_ordinary_way(gpu, monkeypatch):
+    monkeypatch.setattr(driver, "_triton_is_known", lambda: False)
+    c = small()
+    for _ in range(2):
+        assert_equal(delta(c), want_delta(c))
+    assert not held("delta") and not gpu.launches
+
+
+def test_threads_do_not_meet(gpu):
+    """Recordings and repetitions of the same shapes from several threads: each launch has its own thread's pointers."""
+    launched: dict[int, list] = {}
+
+    def kernel(seen, parameters):
+        numbers = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(4)]
+        launched.setdefault(threading.get_ident(), []).append(numbers)
+
+    gpu.run_kernel, gpu.quiet = kernel, True
+    wrong, barrier = [], threading.Barrier(4)
+
+    def work(seed):
+        c = small(seed=seed, tokens=2)
+        barrier.wait()
+        for i in range(200):
+            mine = launched.setdefault(threading.get_ident(), [])
+            mine.clear()
+            x, out = c.x.clone(), c.base.clone()
+            op("delta_")(out, x, c.a, c.b, c.ids, c.scalings, None, c.ranks)
+            if mine and ((mine[0][:2], mine[1][1:]) != ([x.data_ptr(), c.a.data_ptr()], [c.b.data_ptr()] + 2 * [out.data_ptr()])):
+                wrong.append((seed, i))
+            if mine and mine[0][2] != mine[1][0]:  # h, written by one and read by the other
+                wrong.append((seed, i, "h"))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong and len(gpu.launches) > 1000 and driver.recordings == 0 and not gpu.errors
+
+
+def test_nested_recordings_do_not_lose_launches():
+    with driver.recording(()) as outer:
+        with driver.recording(()) as inner:
+            driver.empty((1,), torch.float32, torch.device("cpu"))
+        assert driver.tape() is outer
+    assert outer.refused and not inner.refused and len(inner.made) == 1 and driver.tape() is None
+
+
+def test_pack_lays_a_struct_out_as_c_does():
+    class Params(ctypes.Structure):
+        _fields_ = [
+            ("x", ctypes.c_void_p), ("n", ctypes.c_int32), ("b", ctypes.c_void_p), ("f", ctypes.c_float),
+            ("sizes", ctypes.c_int32 * 3), ("stride", ctypes.c_int64), ("last", ctypes.c_int32),
+        ]  # fmt: skip
+
+    x = torch.zeros(4)
+    data, tensors = driver.pack("P i P f 3i q i", (x, -7, None, 0.5, 1, 2, 3, 1 << 40, 9))
+    assert len(data) == ctypes.sizeof(Params)
+    p = Params.from_buffer_copy(data)
+    assert (p.x, p.n, p.b, p.f, list(p.sizes), p.stride, p.last) == (x.data_ptr(), -7, None, 0.5, [1, 2, 3], 1 << 40, 9)
+    assert tensors == [(0, x)]
+    with pytest.raises(ValueError, match="2 values for the 1 fields"):
+        driver.pack("P", (x, 1))
