@@ -1,0 +1,259 @@
+"""The gradients of the expert ops on a GPU. Arguments are checked already."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import launch_experts
+from ..reference.expert_delta import forms
+from . import common
+from .expand import run as dense_expand
+from .expert_launch import (
+    Routing,
+    in_dtype,
+    outer,
+    problem,
+    routing,
+    run_dot,
+    run_expand,
+    run_shrink,
+    summed,
+    weighted_rows,
+)
+from .wgrad import wgrad as dense_wgrad
+
+
+def wanted(t: Tensor | None, need: bool, x: Tensor) -> Tensor:
+    """Zeros for a gradient, or an empty stand-in for one that nobody asked for: kernels write pairs that have routes."""
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if need else x.new_empty(0)
+
+
+def run_wgrad(
+    name: str,
+    narrow: Tensor,  # [M or T, G or 1, r]
+    wide: Tensor,  # [M or T, G or 1, W]
+    out: Tensor,  # [L, E, G, r, W], zeros
+    to: Routing,
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    weights: Tensor | None = None,
+) -> None:
+    """out[l, e, g] += s_l Σ_m w_m narrow[m, g]ᵀ wide[m, g]."""
+    if out.numel() == 0 or to.routes == 0:
+        return
+    from ..kernels import expert_wgrad as kernels
+
+    _, _, groups, rank, width = out.shape
+    p = problem(wide, to, groups, 1, width, 0, rank)
+    config = common.configured(launch_experts.wgrad, p)
+    tiles = common.configured(launch_experts.plan_tiles, to.routes, to.experts, to.slots)
+    parts = None
+    if tiles > config.run or to.routes > config.run * launch_experts.plan_rows(to.routes, to.experts, to.slots):
+        windows = launch_experts.cdiv(tiles, config.run)
+        parts = torch.empty(2 * windows, groups, rank, width, dtype=torch.float32, device=wide.device)
+    kernels.wgrad(
+        name, narrow, wide, out, parts, to.ids, to.plan, ranks, scalings, weights, to.slots, tiles, to.room, config
+    )
+
+
+def per_expert(to: Routing) -> Routing:
+    """The routing by experts alone: the gradients of base weights and biases do not know slots."""
+    return routing("expert_linear", to.ids, None, to.experts, 0, None, True)
+
+
+def weight_grad(name: str, grad: Tensor, x: Tensor, weight: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
+    """dWₑ = Σ w_m grad_mᵀ x_m, like weight [E, N, D] or [E, 2, N/2, D]; `to` is `per_expert`."""
+    dw = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    view = dw if dw.dim() == 4 else dw[:, None]
+    run_wgrad(name, outer(grad, view.shape[1]), x[:, None], view[None], to, None, None, weights)
+    return dw
+
+
+def bias_grad(name: str, grad: Tensor, bias: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
+    """dbₑ = Σ w_m grad_m, like bias; `to` is `per_expert`. The products with ones sum in float32."""
+    db = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    ones = torch.ones(1, 1, 1, dtype=torch.float32, device=grad.device).expand(to.routes, 1, 1)
+    run_wgrad(name, ones, grad[:, None], db.view(1, bias.shape[0], 1, 1, -1), to, None, None, weights)
+    return db
+
+
+def route_slots(to: Routing) -> Tensor:
+    """[M] the adapter of every route, −1 where it is masked: what the dense kernels read for factors that experts share."""
+    flat = to.ids.reshape(-1)
+    slots = torch.zeros_like(flat) if to.adapters is None else to.adapters.to(flat.dtype).repeat_interleave(to.top_k)
+    return torch.where((flat >= 0) & (flat < to.experts), slots, -1)
+
+
+def token_slots(to: Routing) -> Tensor:
+    """[T] the adapter of every token, −1 where all its routes are masked: nothing of it may be read."""
+    slots = to.ids.new_zeros(to.tokens) if to.adapters is None else to.adapters
+    return torch.where(((to.ids >= 0) & (to.ids < to.experts)).any(1), slots, -1)
+
+
+class FactorGrads(NamedTuple):
+    v: Tensor  # [M, G, r] float32, s · grad B: zeros where there is no adapter; not weighted
+    da: Tensor
+    db: Tensor
+    dot: Tensor | None  # [M] float32, <h, v>
+
+
+def factor_grads(
+    name: str,
+    grad: Tensor,  # [M or T, N]
+    x: Tensor,  # [M or T, D]
+    lora_a: Tensor,
+    lora_b: Tensor,
+    to: Routing,
+    scalings: Tensor,
+    weights: Tensor | None,  # [M]
+    ranks: Tensor | None,
+    needs: list[bool],  # lora_a, lora_b, dot
+) -> FactorGrads:
+    """dA = Σ (w v)ᵀ x and dB = s Σ (w grad)ᵀ h over a pair's routes; `to` has a plan. grad is in x's dtype."""
+    a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
+    grad = outer(grad, b.shape[2])
+    groups = a.shape[2]
+    if groups == 1 and b.shape[2] == 2:  # both halves read one h: v is the sum of theirs
+        v = run_shrink(name, grad, b.transpose(3, 4), 1, to, ranks, scalings, True)[0]
+    else:
+        v = run_shrink(name, grad, b.transpose(3, 4), groups, to, ranks, scalings, True)[0]
+    da, db, dot = wanted(lora_a, needs[0], x), wanted(lora_b, needs[1], x), None
+    if needs[1] or needs[2]:
+        h = run_shrink(name, x[:, None], a, groups, to, ranks, fill=True)[0]
+    if needs[1]:
+        view = forms(lora_a, db)[1].transpose(3, 4)  # [L, E|1, G, r, N/G]
+        if b.shape[1] == 1 and to.experts > 1:
+            slots = route_slots(to)
+            rows = h if h.shape[0] == to.routes else h.repeat_interleave(to.top_k, 0)
+            if weights is not None:
+                rows = rows * torch.where(slots >= 0, weights.float(), 0)[:, None, None]
+            wide = grad if grad.shape[0] == to.routes else grad.repeat_interleave(to.top_k, 0)
+            shared_wgrad(name, rows, wide, view[:, 0], slots, ranks, scalings)
+        else:
+            run_wgrad(name, h, grad, view, to, ranks, scalings, weights)
+    if needs[2]:
+        dot = torch.zeros(to.routes, dtype=torch.float32, device=x.device)
+        run_dot(name, v.flatten(1), h.flatten(1), dot, to)
+    if needs[0]:
+        view = forms(da, lora_b)[0]
+        if a.shape[1] == 1 and to.experts > 1:
+            if to.per_token(x):
+                rows = summed(name, v.flatten(1), v, to, weights).view(-1, groups, v.shape[2])
+                slots = token_slots(to)
+            else:
+                slots = route_slots(to)
+                rows = v if weights is None else v * torch.where(slots >= 0, weights.float(), 0)[:, None, None]
+            shared_wgrad(name, rows, x[:, None], view[:, 0], slots, ranks, None)
+        else:
+            run_wgrad(name, v, x[:, None], view, to, ranks, None, weights)
+    return FactorGrads(v, da, db, dot)
+
+
+def shared_wgrad(name, narrow, wide, out, slots: Tensor, ranks, scalings) -> None:
+    """The gradient [L, G, r, W] of a factor that all experts share: the dense ops' kernel, over routes or tokens."""
+    if wide.shape[1] == 2 and narrow.shape[1] == 1:  # both halves of B read one h
+        narrow = narrow.expand(-1, 2, -1)
+    dense_wgrad(name, narrow, wide, out, slots, None, ranks, scalings)
+
+
+def delta_backward(
+    grad_y, x, lora_a, lora_b, expert_ids, adapter_ids, scalings, row_weights, ranks, plan, needs
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    name = "expert_delta_backward"
+    experts, slots = max(lora_a.shape[1], lora_b.shape[1]), lora_a.shape[0]
+    if min(lora_a.shape[1], lora_b.shape[1]) == 0:
+        experts = 0
+    routes = expert_ids.shape[0] * expert_ids.shape[1]
+    if 0 in (routes, slots, experts, lora_a.shape[-2], x.shape[1], grad_y.shape[1]):
+        return tuple([wanted(t, need, x) for t, need in zip((x, lora_a, lora_b, row_weights), needs)])
+    ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
+    to = routing(name, expert_ids, adapter_ids, experts, slots, plan, True)
+    found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, needs[1:])
+    dx = x.new_empty(0)
+    if needs[0]:
+        a = forms(in_dtype(lora_a, x), lora_b)[0]
+        if a.shape[1] == 1 and to.per_token(x):  # Σ_k in rank space, then one product a token
+            v = summed(name, found.v.flatten(1), found.v, to, row_weights).view(1, to.tokens, a.shape[2], a.shape[3])
+            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            b = a[:, 0].transpose(2, 3)
+            dense_expand(name, v, b, None, dx[:, None], token_slots(to), None, ranks, None, None, a.shape[2], True)
+        else:
+            rows = torch.empty(to.routes, x.shape[1], dtype=torch.float32 if to.per_token(x) else x.dtype, device=x.device)
+            run_expand(name, found.v[None], a.transpose(3, 4), None, rows[:, None], to, ranks, None, row_weights)
+            dx = summed(name, rows, x, to) if to.per_token(x) else rows
+    dw = x.new_empty(0) if not needs[3] else found.dot.to(row_weights.dtype)
+    return dx, found.da, found.db, dw
+
+
+def input_rows(
+    name: str, grad: Tensor, weight: Tensor, lora_a: Tensor | None, v: Tensor | None, to: Routing, ranks, weights, dtype
+) -> Tensor:
+    """(grad Wₑ + v Aₑ) · w of every route, [M, D] in dtype: the product of `projection`, with W and A transposed."""
+    from ..kernels import expert_linear as kernels
+
+    w = weight if weight.dim() == 4 else weight[:, None]
+    out = torch.empty(to.routes, weight.shape[-1], dtype=dtype, device=grad.device)
+    if out.numel() == 0:
+        return out
+    if to.experts == 0 or grad.shape[1] == 0:
+        return out.zero_()
+    b = None if v is None else v_factor(lora_a, grad).transpose(3, 4)
+    p = problem(grad, to, 1, 1, w.shape[2], out.shape[1], 0 if v is None else v.shape[2])
+    kernels.linear(
+        name, outer(grad, w.shape[1]), w.transpose(2, 3), None if v is None else v[None], b, None, out[:, None],
+        to.per_token(grad), to.ids, to.adapters, to.plan, ranks, None, weights, False, to.experts, to.slots, to.room,
+        common.configured(launch_experts.linear, p),
+    )  # fmt: skip
+    return out
+
+
+def v_factor(lora_a: Tensor, x: Tensor) -> Tensor:
+    a = in_dtype(lora_a, x)
+    return a if a.dim() == 5 else a[:, :, None]
+
+
+def linear_backward(
+    grad_y, x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias, row_weights, ranks, plan, needs
+) -> tuple[Tensor, ...]:
+    name = "expert_linear_backward"
+    need_x, need_weight, need_a, need_b, need_bias, need_w = needs
+    routes = expert_ids.shape[0] * expert_ids.shape[1]
+    inputs = (x, weight, lora_a, lora_b, bias, row_weights)
+    if 0 in (routes, weight.shape[0], grad_y.shape[1]):
+        return tuple([wanted(t, need, x) for t, need in zip(inputs, needs)])
+    lora = lora_a is not None and 0 not in (lora_a.shape[0], lora_a.shape[-2], x.shape[1])
+    slots = 0 if lora_a is None else lora_a.shape[0]
+    if lora_a is None:
+        adapter_ids = plan = None
+    ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
+    to = routing(name, expert_ids, adapter_ids, weight.shape[0], slots, plan, need_a or need_b)
+    dx = dweight = dbias = dw = x.new_empty(0)
+    v, da, db = None, wanted(lora_a, need_a, x), wanted(lora_b, need_b, x)
+    if lora and (need_x or need_a or need_b or need_w):
+        found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, [need_a, need_b, False])
+        v, da, db = found.v, found.da, found.db
+    if need_x or need_w:
+        apart = need_w or to.per_token(x)  # <x, dx> is the gradient of the weight, less the bias's
+        rows = input_rows(
+            name, grad_y, weight, lora_a, v, to, ranks, None if need_w else row_weights, torch.float32 if apart else x.dtype
+        )
+        if need_w:
+            dot = torch.zeros(routes, dtype=torch.float32, device=x.device)
+            run_dot(name, x, rows, dot, to)
+            if bias is not None:
+                run_dot(name, grad_y, bias.flatten(1), dot, to, True)
+            dw = dot.to(row_weights.dtype)
+        if need_x and to.per_token(x):
+            dx = summed(name, rows, x, to, row_weights if need_w else None)
+        elif need_x:
+            dx = rows if not need_w else weighted_rows(name, rows, row_weights, to, x.dtype)
+    if need_weight or need_bias:
+        by_expert = per_expert(to)
+        if need_weight:
+            dweight = weight_grad(name, grad_y, x, weight, by_expert, row_weights)
+        if need_bias:
+            dbias = bias_grad(name, grad_y, bias, by_expert, row_weights)
+    return dx, dweight, da, db, dbias, dw

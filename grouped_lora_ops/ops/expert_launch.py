@@ -1,0 +1,210 @@
+"""What every expert op on a GPU is made of: the routing, and our kernels behind the shapes of PyTorch tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks, launch_experts
+from ..reference.expert_delta import forms
+from . import common
+from .expert_plan import build
+from .shrink import run as dense_shrink
+
+
+class Routing(NamedTuple):
+    """Where the routes go, as kernels take it."""
+
+    ids: Tensor  # [T, K]
+    adapters: Tensor | None  # [T]
+    experts: int
+    slots: int  # 0 without LoRA
+    plan: Tensor | None  # None while kernels read the ids themselves
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def routes(self) -> int:
+        return self.ids.shape[0] * self.ids.shape[1]
+
+    @property
+    def room(self) -> int:
+        return common.configured(launch_experts.plan_room, self.routes, self.experts, self.slots)
+
+    def per_token(self, t: Tensor) -> bool:
+        """Whether t has a row for each token, not for each route (with K = 1 that is the same)."""
+        return t.shape[0] != self.routes
+
+
+def routing(op: str, ids: Tensor, adapters: Tensor | None, experts: int, slots: int, plan: Tensor | None, sort: bool = False) -> Routing:
+    """The routing with the plan that kernels need: the caller's or one made here; none for few routes unless `sort`."""
+    routes = ids.shape[0] * ids.shape[1]
+    if plan is not None:
+        size = common.configured(launch_experts.plan_size, routes, experts, slots)
+        if plan.shape[0] != size:
+            must = f"[{size}] for {routes} routes, {experts} experts and {slots} slots, from grouped_lora.expert_plan"
+            _checks.fail(op, "plan", must, _checks.shape(plan))
+    if not (sort or launch_experts.needs_plan(routes)):
+        plan = None
+    elif plan is None:
+        plan = build(ids, adapters, experts, slots)
+    return Routing(ids, adapters, experts, slots, plan)
+
+
+def problem(t: Tensor, to: Routing, groups: int, a_groups: int, in_features: int, out_features: int, rank: int):
+    arch, sms = common.facts(t)
+    return launch_experts.ExpertProblem(
+        arch, sms, t.element_size(), to.routes, to.experts, to.slots, groups, a_groups, in_features, out_features, rank
+    )
+
+
+def in_dtype(t: Tensor | None, x: Tensor) -> Tensor | None:
+    """A float32 master copy takes part rounded to x's dtype."""
+    return t if t is None or t.dtype == x.dtype else t.to(x.dtype)
+
+
+def outer(t: Tensor, groups: int) -> Tensor:
+    """[M, N] as [M, G, N/G]: a view."""
+    return t.unflatten(1, (groups, t.shape[1] // groups))
+
+
+def run_shrink(
+    name: str,
+    x: Tensor,  # [M or T, G or 1, D]
+    a: Tensor,  # [L, E|1, G or 1, r, D]
+    groups: int,  # of h; 1 with x and A of two: their sum
+    to: Routing,
+    ranks: Tensor | None,
+    scalings: Tensor | None = None,
+    fill: bool = False,
+    config: launch_experts.ExpertShrinkConfig | None = None,
+) -> Tensor:
+    """h [chunks, M, G, r] float32 of every route; [1, T, G, r] where A is shared and x has a row for each token.
+
+    fill: zeros in routes without an adapter, which else hold nothing; the per-token h has them always.
+    """
+    rank, features = a.shape[3], x.shape[2]
+    per_token = to.per_token(x)
+    if a.shape[1] == 1 and per_token and scalings is None and x.shape[1] == 1:
+        ids = to.adapters
+        if ids is None:
+            ids = torch.zeros(to.tokens, dtype=torch.int32, device=x.device)
+        return dense_shrink(name, x, a[:, 0], groups, ids, ranks, None)[None]
+    if rank == 0 or features == 0 or to.slots == 0 or to.routes == 0:
+        return torch.zeros(1, to.routes, groups, rank, dtype=torch.float32, device=x.device)
+    from ..kernels import expert_shrink as kernels
+
+    if config is None:
+        p = problem(x, to, groups, groups if x.shape[1] == 1 else 1, features, 0, rank)
+        config = common.configured(launch_experts.shrink, p, False)
+    chunks = config.chunks if config.split else 1
+    h = torch.empty(chunks, to.routes, groups, rank, dtype=torch.float32, device=x.device)
+    kernels.shrink(
+        name, x, a, h, per_token, to.ids, to.adapters, to.plan, ranks, scalings, to.experts, to.room, fill, config
+    )
+    return h
+
+
+def run_expand(
+    name: str,
+    h: Tensor,  # [chunks, M or T, G or 1, r]
+    b: Tensor,  # [L, E|1, G, N, r]
+    base: Tensor | None,  # [M, G, N]
+    out: Tensor,  # [M, G, N]; with one group of two of h and b: their sum
+    to: Routing,
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    weights: Tensor | None = None,
+    config: launch_experts.ExpertExpandConfig | None = None,
+) -> None:
+    """Write out = base + weight · scaling · h Bᵀ of every route."""
+    from ..kernels import expert_expand as kernels
+
+    if config is None:
+        p = problem(b, to, out.shape[1], 1, 0, out.shape[2], h.shape[3])
+        config = common.configured(launch_experts.expand, p)
+    per_token = h.shape[1] != to.routes
+    kernels.expand(
+        name, h, b, base, out, per_token, to.ids, to.adapters, to.plan, ranks, scalings, weights, to.experts, to.room, config
+    )
+
+
+def projection(
+    name: str,
+    x: Tensor,  # [M or T, D]
+    weight: Tensor,  # [E, N, D] or [E, 2, N/2, D]
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
+    to: Routing,
+    scalings: Tensor | None,
+    bias: Tensor | None,
+    weights: Tensor | None,  # [M]
+    ranks: Tensor | None,
+    staged: bool,
+) -> Tensor:
+    """(x Wᵀ + delta + bias) · weight of every route, [M, N]; staged: x Wᵀ + delta rounded, then + bias · weight.
+
+    Base and delta share one float32 accumulator, so this is our own kernel everywhere: a product of PyTorch's
+    `grouped_mm` is rounded to bf16 before a delta could join it, and without LoRA it would have other bits than with.
+    """
+    out = x.new_empty(to.routes, weight.shape[1:-1].numel())
+    if out.numel() == 0:
+        return out
+    if to.experts == 0:
+        return out.zero_()
+    from ..kernels import expert_linear as kernels
+
+    a = b = h = None
+    lora = lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0
+    if lora:
+        a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
+    groups = max(weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
+    w = weight if weight.dim() == 4 else weight.unflatten(1, (groups, weight.shape[1] // groups))
+    p = problem(x, to, groups, 1 if a is None else a.shape[2], x.shape[1], w.shape[2], 0 if a is None else a.shape[3])
+    if lora:
+        if b.shape[2] != groups:
+            b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
+        config = common.configured(launch_experts.shrink, p)
+        h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, config=config)
+    if bias is not None:
+        bias = bias if bias.dim() == 3 else bias.unflatten(1, (groups, bias.shape[1] // groups))
+    kernels.linear(
+        name, x[:, None], w, h, b, bias, outer(out, groups), to.per_token(x), to.ids, to.adapters, to.plan, ranks,
+        scalings, weights, staged, to.experts, to.slots, to.room, common.configured(launch_experts.linear, p),
+    )  # fmt: skip
+    return out
+
+
+def summed(name: str, rows: Tensor, like: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
+    """[T, W] = Σ_k rows [M, W] (· weight) in float32, in like's dtype."""
+    out = torch.empty(to.tokens, rows.shape[1], dtype=like.dtype, device=rows.device)
+    if out.numel():
+        from ..kernels import expert_rows as kernels
+
+        kernels.combine(name, rows, out, to.ids, weights, to.experts)
+    return out
+
+
+def run_dot(name: str, p: Tensor, q: Tensor, out: Tensor, to: Routing, per_expert: bool = False) -> None:
+    if to.routes and p.shape[1]:
+        from ..kernels import expert_rows as kernels
+
+        kernels.row_dot(name, p, q, out, to.ids, to.experts, per_expert)
+
+
+def weighted_rows(name: str, rows: Tensor, weights: Tensor | None, to: Routing, dtype) -> Tensor:
+    """rows [T or M, D] · weights [M], one row for each route, in dtype; zeros where it is masked."""
+    out = torch.empty(to.routes, rows.shape[1], dtype=dtype, device=rows.device)
+    if out.numel():
+        from ..kernels import expert_rows as kernels
+
+        kernels.weighted(name, rows, out, to.ids, weights, to.experts)
+    return out

@@ -1,0 +1,166 @@
+"""`expert_mlp` on a GPU, stage by stage, and its gradients. Arguments are checked already."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import common
+from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
+from .expert_launch import Routing, projection, routing, run_dot, summed, weighted_rows
+
+
+class Layer(NamedTuple):
+    """The arguments of `expert_mlp`."""
+
+    x: Tensor  # [T, H]
+    topk_ids: Tensor  # [T, K]
+    topk_weights: Tensor  # [T, K]
+    w_gate_up: Tensor
+    w_down: Tensor
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+    adapter_ids: Tensor | None
+    scalings: Tensor | None
+    b_gate_up: Tensor | None
+    b_down: Tensor | None
+    activation: str
+    activation_limit: float | None
+    router_weight: str
+    ranks: Tensor | None
+    plan: Tensor | None
+
+    def prepared(self) -> Layer:
+        return self._replace(ranks=common.contiguous(self.ranks), scalings=common.contiguous(self.scalings))
+
+    def routing(self, name: str, sort: bool = False) -> Routing:
+        factor = self.gate_up_a if self.gate_up_a is not None else self.down_a
+        if factor is None:  # a plan is cut by the slots of the layer's adapters, which this call does not know
+            return routing(name, self.topk_ids, None, self.w_down.shape[0], 0, None, sort)
+        return routing(name, self.topk_ids, self.adapter_ids, self.w_down.shape[0], factor.shape[0], self.plan, sort)
+
+    @property
+    def weights(self) -> Tensor:  # [M]
+        return self.topk_weights.reshape(-1)
+
+    def inputs(self, name: str, to: Routing) -> Tensor:
+        """What gate_up reads: x, or under `input` x · weight of every route, rounded."""
+        if self.router_weight != "input":
+            return self.x
+        return weighted_rows(name, self.x, self.weights, to, self.x.dtype)
+
+    def hidden(self, name: str, to: Routing) -> Tensor:
+        """h1 with its bias, [M, U]."""
+        x, bias = self.inputs(name, to), self.b_gate_up
+        factors = (self.gate_up_a, self.gate_up_b)
+        return projection(name, x, self.w_gate_up, *factors, to, self.scalings, bias, None, self.ranks, True)
+
+    def halves(self, h1: Tensor) -> Tensor:
+        """h1 as [M, 2, I]; [M, 1, I] where the activation is not gated."""
+        return h1.unflatten(1, (1 if self.activation == "relu2" else 2, self.w_down.shape[2]))
+
+    def activated(self, name: str, h1: Tensor, to: Routing) -> Tensor:
+        """a of every route, [M, I]."""
+        a = h1.new_empty(h1.shape[0], self.w_down.shape[2])
+        if a.numel():
+            from ..kernels import expert_rows as kernels
+
+            weights = self.weights if self.router_weight == "pre_down" else None
+            kernels.activation(
+                name, self.halves(h1), a, to.ids, weights, to.experts, self.activation, self.activation_limit
+            )
+        return a
+
+    def down(self, name: str, a: Tensor, to: Routing) -> Tensor:
+        """h2 with its bias, [M, H]."""
+        weights = self.weights if self.router_weight == "pre_down" and self.b_down is not None else None
+        factors = (self.down_a, self.down_b)
+        return projection(name, a, self.w_down, *factors, to, self.scalings, self.b_down, weights, self.ranks, True)
+
+
+def mlp(*args) -> Tensor:
+    return mlp_train(*args)[0]
+
+
+def mlp_train(*args) -> tuple[Tensor, Tensor]:
+    """(y, h1)."""
+    name, layer = "expert_mlp", Layer(*args).prepared()
+    to = layer.routing(name)
+    h1 = layer.hidden(name, to)
+    h2 = layer.down(name, layer.activated(name, h1, to), to)
+    return summed(name, h2, layer.x, to, layer.weights if layer.router_weight == "post_down" else None), h1
+
+
+def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]:
+    """The ten gradients of `reference.expert_mlp_backward`, with its stages and rounding points."""
+    name, layer, needs = "expert_mlp_backward", Layer(*args[:-1]).prepared(), args[-1]
+    need_x, need_w, need_wgu, need_wd, need_gua, need_gub, need_da, need_db, need_bgu, need_bd = needs
+    x, ranks, scalings = layer.x, layer.ranks, layer.scalings
+    pre, post, at_input = (layer.router_weight == word for word in ("pre_down", "post_down", "input"))
+    differentiable = (x, layer.topk_weights, *layer[3:9], layer.b_gate_up, layer.b_down)
+    if 0 in (layer.topk_ids.numel(), layer.w_down.shape[0], x.shape[1]):
+        return tuple([wanted(t, need, x) for t, need in zip(differentiable, needs)])
+    to = layer.routing(name, need_gua or need_gub or need_da or need_db)
+    by_expert = per_expert(to) if need_wgu or need_wd or need_bgu or need_bd else None
+    weights, nothing = layer.weights, x.new_empty(0)
+    if h1 is None:
+        h1 = layer.hidden(name, to)
+    a = layer.activated(name, h1, to)
+    dw = torch.zeros(to.routes, dtype=torch.float32, device=x.device) if need_w else None
+    d_wd = d_bd = d_wgu = d_bgu = dx = nothing
+    d_gua, d_gub, d_da, d_db = (wanted(t, need, x) for t, need in zip(layer[5:9], needs[4:8]))
+
+    g2 = weighted_rows(name, grad_y, weights, to, x.dtype) if post else grad_y  # [M, H], or [T, H] for all routes of t
+    if need_w and post:
+        run_dot(name, layer.down(name, a, to), grad_y, dw, to)
+    if need_bd:
+        d_bd = bias_grad(name, g2, layer.b_down, by_expert, weights if pre else None)
+    if need_w and pre and layer.b_down is not None:
+        run_dot(name, g2, layer.b_down, dw, to, True)
+
+    need_h1 = need_x or need_wgu or need_gua or need_gub or need_bgu or (need_w and at_input)
+    need_a = need_h1 or (need_w and pre)
+    v = None
+    if present(layer.down_a) and a.shape[1] and (need_a or need_da or need_db):
+        found = factor_grads(name, g2, a, layer.down_a, layer.down_b, to, scalings, None, ranks, [need_da, need_db, False])
+        v, d_da, d_db = found.v, found.da, found.db
+    if need_wd:
+        d_wd = weight_grad(name, g2, a, layer.w_down, by_expert)
+    if need_a:
+        ga = input_rows(name, g2, layer.w_down, layer.down_a, v, to, ranks, None, x.dtype)
+        g1 = torch.empty(h1.shape, dtype=x.dtype, device=x.device)
+        if g1.numel():
+            from ..kernels import expert_rows as kernels
+
+            kernels.activation_backward(
+                name, layer.halves(h1), ga, layer.halves(g1), dw if pre else None, to.ids, weights if pre else None,
+                to.experts, layer.activation, layer.activation_limit,
+            )  # fmt: skip
+    if need_h1:
+        inputs, v = layer.inputs(name, to), None
+        if need_bgu:
+            d_bgu = bias_grad(name, g1, layer.b_gate_up, by_expert)
+        if present(layer.gate_up_a) and g1.shape[1] and (need_x or need_gua or need_gub or need_w):
+            factors = (layer.gate_up_a, layer.gate_up_b)
+            found = factor_grads(name, g1, inputs, *factors, to, scalings, None, ranks, [need_gua, need_gub, False])
+            v, d_gua, d_gub = found.v, found.da, found.db
+        if need_wgu:
+            d_wgu = weight_grad(name, g1, inputs, layer.w_gate_up, by_expert)
+        if need_x or (need_w and at_input):
+            dtype = x.dtype if at_input else torch.float32
+            gx = input_rows(name, g1, layer.w_gate_up, layer.gate_up_a, v, to, ranks, None, dtype)
+            if at_input and need_w:
+                run_dot(name, gx, x, dw, to)
+            if need_x:
+                dx = summed(name, gx, x, to, weights if at_input else None)
+    d_weights = dw.to(layer.topk_weights.dtype).view(layer.topk_weights.shape) if need_w else nothing
+    return dx, d_weights, d_wgu, d_wd, d_gua, d_gub, d_da, d_db, d_bgu, d_bd
+
+
+def present(factor: Tensor | None) -> bool:
+    """Whether a pair is given and has any rank and slot."""
+    return factor is not None and factor.shape[0] > 0 and factor.shape[-2] > 0
