@@ -145,14 +145,33 @@ def test_masked_routes_between_others(placement):
     c.topk_weights[masked] = NAN
     c.x[masked.all(1)] = float("inf")
     clean, c = clean.leaves(), c.leaves()
-    for case in (clean, c):
+    for case, elsewhere in ((clean, 1.0), (c, NAN)):
         case.y = case.call(gl.expert_mlp)
-        case.y.sum().backward()
+        grad = torch.ones_like(case.y)
+        grad[masked.all(1)] = elsewhere
+        case.y.backward(grad)
     assert_bits(c.y.detach(), clean.y.detach())
     assert not c.y[masked.all(1)].any()
     for name in Mlp.TENSORS:
         assert_equal(getattr(c, name).grad, getattr(clean, name).grad, name)
     assert not c.topk_weights.grad[masked].any() and not c.x.grad[masked.all(1)].any()
+
+
+@pytest.mark.parametrize("op", ["delta", "linear"])
+def test_masked_rows_of_grad_y_reach_nothing(op):
+    """Their grad_y is NaN, as an uninitialised buffer's: gradients are those of a grad_y that is zero there."""
+    names = ("x", "a", "b", "row_weights") if op == "delta" else ("x", "weight", "a", "b", "bias", "row_weights")
+    grads = []
+    for elsewhere in (0.0, NAN):
+        c = build_routes("an A each", torch.bfloat16)  # poisoned
+        c = c.leaves(names)
+        grad = c.grad_y.clone()
+        grad[((c.ids < 0) | (c.ids >= 4)).flatten()] = elsewhere
+        getattr(c, op)(getattr(gl, f"expert_{op}")).backward(grad)
+        grads.append(c.grads(names))
+    for name in names:
+        assert grads[1][name].isfinite().all(), name
+        assert_equal(grads[1][name], grads[0][name], name)
 
 
 def test_rows_without_an_adapter_read_none():
