@@ -95,3 +95,24 @@ def assert_same_deltas(got: dict, want: dict, tolerance: float = 1e-12) -> None:
     assert sorted(got) == sorted(want)
     for path in want:
         torch.testing.assert_close(got[path], want[path], rtol=tolerance, atol=tolerance, msg=lambda m, path=path: f"{path}: {m}")
+
+
+def random_adapter(model, selectors=None, rank=3, scaling=0.75, dtype=torch.float32, shared_outer=False, seed=0, each=True):
+    """An adapter of a layout with random factors, made without any file."""
+    from grouped_lora_ops.adapters import Adapter, ExpertModule, LoraModule
+
+    g, modules, experts = torch.Generator().manual_seed(seed), {}, {}
+
+    def random(*shape):
+        return torch.randn(*shape, generator=g).to(dtype)
+
+    for place in model.places(selectors or [p.path for p in model.projections]):
+        p = place.projection
+        if p.experts is None:
+            modules[place.path] = LoraModule(random(rank, p.in_features), random(p.total_out, rank), rank, scaling)
+            continue
+        counts = [1 if shared_outer and p.gated == (f == "A") else p.experts for f in "AB"]
+        middle = (2,) if p.gated and each else ()
+        a, b = random(counts[0], *middle, rank, p.in_features), random(counts[1], p.out_features, rank)
+        experts[place.path] = ExpertModule(a, b, rank, scaling)
+    return Adapter(None, {}, modules, experts)

@@ -80,7 +80,11 @@ def read_adapter(
     each by name), factors that are missing, unexpected, orphaned, of a wrong shape, rank or dtype, or not finite, names
     that occur twice, and 3-D factors that could be read in two ways.
     """
-    path = Path(path)
+    return read_directory(Path(path), model, base=base, expert_order=expert_order, expert_swapped=expert_swapped)
+
+
+def read_directory(path: Path, model=None, *, base=None, expert_order=None, expert_swapped=None, finished=True) -> Adapter:
+    """`read_adapter`; finished=False reads an export that has no marker yet."""
     if expert_order not in (None, "rank-major", "expert-major"):
         raise ValueError(
             f'grouped_lora_ops.adapters.read_adapter: expert_order must be "rank-major" or "expert-major"; got {expert_order!r}.'
@@ -97,7 +101,7 @@ def read_adapter(
                 )
             )
     problems: list[str] = []
-    stamp = _check_marker(path, problems)
+    stamp = _check_marker(path, problems, finished)
     config = read_config(path / CONFIG, problems, parameters=model is not None)
     pinned = _read_pin(stamp, base, problems)
     tensors = _read_tensors(path / TENSORS, problems)
@@ -142,10 +146,12 @@ def _read_json(file: Path, problems: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _check_marker(path: Path, problems: list[str]) -> dict[str, Any]:
+def _check_marker(path: Path, problems: list[str], finished: bool) -> dict[str, Any]:
     """The stamp of an export; what its marker and its files disagree in is added to problems."""
     stamp = _read_json(path / STAMP, problems) if (path / STAMP).is_file() else {}
     marker = path / COMPLETE
+    if not finished:
+        return stamp
     if (path / STAMP).is_file() and not marker.is_file():
         problems.append(f"{COMPLETE} is missing: the export that wrote {STAMP} was not finished.")
     elif marker.is_file() and marker.stat().st_size:  # an empty one is another tool's
