@@ -93,7 +93,8 @@ def _nvrtc(csrc: Path, stem: str, arch: str) -> bytes:
 
     files = _builds.headers(csrc)
     text = (csrc / f"{stem}.cu").read_text()
-    program = nvrtc.createProgram(text, f"{stem}.cu", tuple([f.read_text() for f in files]), tuple([f.name for f in files]))
+    contents, names = [f.read_bytes() for f in files], [f.name.encode() for f in files]
+    program = nvrtc.createProgram(text, f"{stem}.cu", contents, names)
     try:
         nvrtc.compileProgram(program, (*_builds.OPTIONS, f"--gpu-architecture={arch}"))
         return bytes(nvrtc.getCUBIN(program))
