@@ -59,13 +59,13 @@ def expert_linear_backward(
     acc = accumulator(x.dtype)
     need_x, need_weight, need_a, need_b, need_bias, need_w = needs
     experts = weight.shape[0]
-    g = torch.where(active(expert_ids, experts), grad_y.to(acc), 0)
+    g = grad_y.to(acc)
     dw = None
     if need_w:
         y = _unweighted(x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias, ranks)
-        dw = (y * g).sum(1).to(row_weights.dtype)
+        dw = torch.where(active(expert_ids, experts), y * g, 0).sum(1).to(row_weights.dtype)
     if row_weights is not None:
-        g = torch.where(active(expert_ids, experts), g * row_weights.to(acc).unsqueeze(1), 0)
+        g = g * row_weights.to(acc).unsqueeze(1)
     dx, dweight = route_base_backward(g, x, weight, expert_ids, [need_x, need_weight])
     da = db = None
     if lora_a is not None:

@@ -71,12 +71,11 @@ def _projection(x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, ra
     return y.to(x.dtype)
 
 
-def _inputs(x, topk_ids, route_weights, router_weight, num_experts) -> Tensor:
+def _inputs(x, topk_ids, route_weights, router_weight) -> Tensor:
     """What gate_up reads: x itself, or under `input` x · weight of every route, rounded."""
     if router_weight != "input":
         return x
-    weighted = x.to(route_weights.dtype).repeat_interleave(topk_ids.shape[1], 0) * route_weights
-    return torch.where(active(topk_ids, num_experts), weighted, 0).to(x.dtype)
+    return (x.to(route_weights.dtype).repeat_interleave(topk_ids.shape[1], 0) * route_weights).to(x.dtype)
 
 
 def _route_weights(x: Tensor, topk_weights: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def _route_weights(x: Tensor, topk_weights: Tensor) -> Tensor:
 
 def _hidden(x, topk_ids, weights, w_gate_up, a, b, adapter_ids, scalings, bias, router_weight, ranks) -> Tensor:
     """Stages 1–3: h1 of every route, with its bias, as the activation reads it: [M, U] in x's dtype."""
-    inputs = _inputs(x, topk_ids, weights, router_weight, w_gate_up.shape[0])
+    inputs = _inputs(x, topk_ids, weights, router_weight)
     h1 = _projection(inputs, w_gate_up, a, b, topk_ids, adapter_ids, scalings, ranks)
     return h1 if bias is None else (h1.to(weights.dtype) + route_bias(bias, topk_ids, weights.dtype)).to(x.dtype)
 
@@ -190,7 +189,7 @@ def expert_mlp_backward(
     dw = torch.zeros(topk_ids.numel(), dtype=acc, device=x.device)
 
     grad = torch.where(routed, grad_y.to(acc).repeat_interleave(top_k, 0), 0)
-    g2 = torch.where(routed, grad * weights, 0).to(x.dtype) if post else grad.to(x.dtype)
+    g2 = (grad * weights if post else grad).to(x.dtype)
     if need_w and post:
         h2 = _down(a, topk_ids, weights, w_down, down_a, down_b, adapter_ids, scalings, b_down, router_weight, ranks)
         dw += (h2.to(acc) * grad).sum(1)
@@ -198,7 +197,7 @@ def expert_mlp_backward(
     if b_down is not None and (need_bd or (need_w and pre)):
         g = g2.to(acc)
         if need_bd:
-            d_bd = route_bias_backward(torch.where(routed, g * weights, 0) if pre else g, b_down, topk_ids)
+            d_bd = route_bias_backward(g * weights if pre else g, b_down, topk_ids)
         if need_w and pre:
             dw += (g * route_bias(b_down, topk_ids, acc)).sum(1)
 
@@ -225,7 +224,7 @@ def expert_mlp_backward(
     if need_h1:
         if need_bgu:
             d_bgu = route_bias_backward(g1.to(acc), b_gate_up, topk_ids)
-        inputs = _inputs(x, topk_ids, weights, router_weight, experts)
+        inputs = _inputs(x, topk_ids, weights, router_weight)
         need_gx = need_x or (need_w and at_input)
         gx, d_wgu = route_base_backward(g1, inputs, w_gate_up, topk_ids, [need_gx, need_wgu])
         if gate_up_a is not None:
