@@ -27,7 +27,7 @@ from .contenders import Inputs, Unavailable
 from .workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan")} | {"bench_wgrad": "train"}
+OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan")} | {"bench_wgrad": "train", "bench_host": "delta"}
 
 _rows = pytest.StashKey[list]()
 _timer = pytest.StashKey[object]()

@@ -35,7 +35,7 @@ class Prepared:
     __slots__ = ("made", "call", "device", "hooked")
 
     def __init__(self, tape: driver.Tape, apart: tuple):
-        self.made = [(t.shape, t.dtype, t.device) for t in tape.made]
+        self.made = [(tuple(t.shape), t.dtype, t.device) for t in tape.made]
         self.device = tape.args[0].get_device()
         self.hooked = tape.hooked
         operands = len(tape.args) + len(tape.made)
@@ -69,7 +69,10 @@ def _apart(args: tuple, in_place: int) -> tuple:
 
 
 def prepared(run: Callable) -> Callable:
-    """A CUDA implementation that returns a new tensor, which it makes first and with `driver.empty`."""
+    """A CUDA implementation that returns a new tensor, which it makes first and with `driver.empty`.
+
+    `table` of the result holds its prepared calls, `__wrapped__` is the ordinary way.
+    """
     table: dict = {}
     _tables.append(table)
     ordinary = on_device(run)
@@ -89,6 +92,7 @@ def prepared(run: Callable) -> Callable:
             driver.check(code, f"{run.__name__}: a kernel launch failed")
         return made[0]
 
+    call.table = table
     return call
 
 
@@ -120,6 +124,7 @@ def prepared_in_place(operands: int) -> Callable:
                 driver.check(code, f"{run.__name__}: a kernel launch failed")
             increment_version(args[0])
 
+        call.table = table
         return call
 
     return decorate
