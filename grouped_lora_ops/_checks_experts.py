@@ -79,6 +79,8 @@ def _plan(op: str, plan: Tensor | None, routes, experts, slots) -> None:
         return
     if plan.dtype != torch.int32:
         fail(op, "plan", "int32", dtype_name(plan.dtype))
+    if slots is None:  # without LoRA a plan is not read: it may be that of layers with adapters
+        return
     size = launch_experts.plan_size(routes, experts, slots, torch.sym_min)
     if plan.dim() != 1 or plan.shape[0] != size:
         made = f"M = {routes} routes, E = {experts} experts and L = {slots} slots, from grouped_lora.expert_plan"
@@ -228,7 +230,7 @@ def linear(
     _lora_slots(op, scalings, adapter_ids, "expert_ids", expert_ids, ranks, "lora_a", lora_a)
     _bias(op, "bias", bias, x, "weight", weight)
     _vector(op, "row_weights", row_weights, x, [tokens * top_k], f"expert_ids {shape(expert_ids)}")
-    _plan(op, plan, tokens * top_k, experts, slots)
+    _plan(op, plan, tokens * top_k, experts, None if lora_a is None else slots)
     _device(
         op,
         "x",
@@ -332,7 +334,7 @@ def mlp(
     _lora_slots(op, scalings, adapter_ids, "topk_ids", topk_ids, ranks, name, a)
     _bias(op, "b_gate_up", b_gate_up, x, "w_gate_up", w_gate_up)
     _vector(op, "b_down", b_down, x, [experts, hidden], f"w_down {shape(w_down)}")
-    _plan(op, plan, tokens * top_k, experts, slots)
+    _plan(op, plan, tokens * top_k, experts, None if first is None else slots)
     _device(
         op,
         "x",

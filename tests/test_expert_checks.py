@@ -287,10 +287,15 @@ def test_words_and_numbers():
 
 
 def test_ids_beside_no_slot_are_not_read():
-    """Without LoRA adapter ids have no slots to be in."""
+    """Without LoRA adapter ids have no slots to be in, and a plan, of whatever slots, is not read."""
     lora = dict.fromkeys(("gate_up_a", "gate_up_b", "down_a", "down_b"))
     call("expert_mlp", adapter_ids=ids(T, value=5), scalings=None, **lora)
     call("expert_linear", adapter_ids=ids(T, value=5), scalings=None, lora_a=None, lora_b=None)
+    plan = gl.expert_plan(ids(T, K), ids(T), E, L)
+    call("expert_mlp", plan=plan, **lora)
+    call("expert_linear", plan=plan, lora_a=None, lora_b=None)
+    with pytest.raises(ValueError, match="plan must be int32; got int64"):
+        call("expert_mlp", plan=plan.long(), **lora)
     with pytest.raises(ValueError, match=r"adapter_ids must be \[6\] to match topk_ids \[6, 2\]; got \[5\]"):
         call("expert_mlp", adapter_ids=ids(5), **lora)
 

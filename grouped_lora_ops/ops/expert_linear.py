@@ -29,7 +29,7 @@ def expert_linear(
     weight: x's dtype, any strides, used where it lies: packed, interleaved and transposed storage come in as views, the
     halves of gate and up as an axis of their own where one stride cannot name both. bias: likewise; its dtype and that
     of row_weights is x's or float32. lora_a and lora_b may be None together (then scalings may be, too): the base
-    alone. The other arguments are those of `expert_delta`, with E = weight's experts.
+    alone, which reads no plan. The other arguments are those of `expert_delta`, with E = weight's experts.
 
     Rounding: base, delta, bias and row_weights meet in float32, rounded once to x's dtype. A delta of zero leaves the
     bits of the op without LoRA. Masked routes give zero rows and read nothing. Returns a new tensor [T·K, N].

@@ -49,7 +49,8 @@ def expert_mlp(
     keep their bits until the product. Weights: x's dtype, any strides, used where they lie (halves of gate and up:
     the first and second I rows, or an axis of their own). Biases: x's dtype or float32. Each LoRA pair may be None, and
     scalings where both are. Factors: x's dtype, or float32, which take part rounded to x's dtype and get float32
-    gradients; an expert dimension of 1 is shared by all experts. ranks, adapter_ids and plan as in `expert_delta`.
+    gradients; an expert dimension of 1 is shared by all experts. ranks, adapter_ids and plan (not read without LoRA) as
+    in `expert_delta`.
 
     Returns [T, H], exactly zero where nothing is routed, whatever x and the weights hold.
     Differentiable in x, topk_weights, the base weights and biases and the LoRA factors. Saved for the backward: the
