@@ -167,7 +167,7 @@ def expert_plan(routes: int, experts: int, slots: int) -> ExpertPlanConfig:
         block = 16
         return ExpertPlanConfig("rank", block, 1, cdiv(routes + experts, block), 0, rows)
     if width <= COUNT_LIMIT:
-        block = 128
+        block = 128 if width <= 512 else 64  # 128 × 128 comparisons beside 1024 counts spill on sm_90
         blocks = cdiv(routes, block)
         steps = max(1, power_of_2(cdiv(blocks, 64)))
         return ExpertPlanConfig("count", block, steps, cdiv(blocks, steps), max(16, width), rows)
@@ -343,16 +343,19 @@ def linear_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertLinearC
     return ExpertLinearConfig(**chosen)
 
 
-def linear(p: ExpertProblem) -> ExpertLinearConfig:
-    """A stream of W with many loads in flight while an expert has few routes; tiles for the matrix units from 32 on."""
-    rows = rows_each(p)
+def linear(p: ExpertProblem, transposed: bool = False) -> ExpertLinearConfig:
+    """A stream of W with many loads in flight while an expert has few routes; tiles for the matrix units from 16 on.
+
+    transposed: W's rows run along y, as in the gradient of x: blocks of 256 spill there.
+    """
+    rows, wide = rows_each(p), p.rank <= 64 and not transposed
     if rows < 16:
         return linear_with(p, 16, block_n=64, block_k=128, num_stages=5)
     if rows < 96:
-        return linear_with(p, 64, block_n=128, block_k=64, num_stages=4)
-    if p.rank > 64:
-        return linear_with(p, 64, block_n=128, block_k=64, num_warps=8, num_stages=3)
-    return linear_with(p, 128 if rows >= 256 else 64, block_n=256, block_k=64, num_warps=8, num_stages=3)
+        return linear_with(p, 64, block_n=128, block_k=64, num_warps=8 if transposed else 4, num_stages=4)
+    return linear_with(
+        p, 128 if rows >= 256 and p.rank <= 64 else 64, block_n=256 if wide else 128, block_k=64, num_warps=8, num_stages=3
+    )
 
 
 def wgrad(p: ExpertProblem) -> ExpertWgradConfig:

@@ -17,7 +17,8 @@ from grouped_lora_ops.ops import common, expert_cuda
 
 expert_plan = importlib.import_module("grouped_lora_ops.ops.expert_plan")
 
-KERNELS = ("expert_plan", "expert_shrink", "expert_expand", "expert_delta", "expert_linear", "expert_wgrad", "expert_mlp", "shrink")
+EXPERT = ("expert_plan", "expert_shrink", "expert_expand", "expert_delta", "expert_linear", "expert_wgrad", "expert_rows")
+KERNELS = (*EXPERT, "shrink", "expand", "plan", "wgrad")
 # T, E, L, r, H, I, dtype
 CASES = [
     (8, 128, 1, 32, 2048, 768, torch.bfloat16),
@@ -39,11 +40,7 @@ def empty(*shape, dtype=torch.bfloat16):
 def main(arch: str, sms: int, quick: bool) -> None:
     common.INTERPRETER = (arch, sms)
     for name in KERNELS:
-        try:
-            module = importlib.import_module(f"grouped_lora_ops.kernels.{name}")
-        except ModuleNotFoundError:
-            continue
-        module.launch = record
+        importlib.import_module(f"grouped_lora_ops.kernels.{name}").launch = record
     for tokens, experts, slots, rank, hidden, inner, dtype in CASES[:QUICK] if quick else CASES:
         ids = torch.zeros(tokens, 8, dtype=torch.int32)
         adapters = torch.zeros(tokens, dtype=torch.int32) if slots > 1 else None
@@ -58,6 +55,13 @@ def main(arch: str, sms: int, quick: bool) -> None:
         w_down = empty(1, hidden, inner, dtype=dtype).expand(experts, -1, -1)
         expert_cuda.linear(x, w_gate_up, *gate_up, ids, adapters, scalings, None, None, ranks, None)
         expert_cuda.linear(a, w_down, *down, ids, adapters, scalings, None, None, ranks, None)
+        weights = torch.ones(tokens, 8)
+        layer = (x, ids, weights, w_gate_up, w_down, *gate_up, *down, adapters, scalings, None, None)
+        expert_cuda.mlp(*layer, "swiglu", None, "pre_down", ranks, None)
+        if not quick and tokens >= 512:
+            needs = [True, True, False, False, True, True, True, True, False, False]
+            expert_cuda.mlp_backward(x, h1, *layer, "swigluoai", 7.0, "post_down", ranks, None, needs)
+            expert_cuda.delta_backward(h1, x, *gate_up, ids, adapters, scalings, None, ranks, None, [True] * 3 + [False])
         expert_cuda.delta(a, *down, ids, adapters, scalings, h2, None, ranks, None)
     for tokens, experts, slots in ((64, 128, 1), (4096, 128, 4), (4096, 256, 1), (8192, 256, 64)):
         expert_plan.build(torch.zeros(tokens, 8, dtype=torch.int32), None, experts, slots)

@@ -29,7 +29,7 @@ def expert_delta_kernel(
     GROUPS: tl.constexpr, A_GROUPS: tl.constexpr, MODE: tl.constexpr, PLAN_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr, A_UNIT: tl.constexpr,
-    B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
+    B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, N_VEC: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Axes as in `expert_shrink_kernel` and `expert_expand_kernel`, x's (m, d); a has x's vector width; r ≤ BLOCK_R.
@@ -61,7 +61,7 @@ def expert_delta_kernel(
     wide_rows = rows.to(tl.int64)
     row_o = wide_rows * (o_m * O_VEC)
     row_p = wide_rows * (p_m * O_VEC)
-    n_size = N * O_VEC
+    n_size = N * N_VEC
     if (expert == E) | (slot == L):
         for g in tl.static_range(GROUPS):
             p_base = base
@@ -131,7 +131,7 @@ def delta(
     slots, features, rank = a.shape[0], x.shape[1], a.shape[3]
     x_unit, a_unit = unit_axis(x, 1), unit_axis(a, 4)
     x_vec = math.gcd(vector_width(x, x_unit, features), vector_width(a, a_unit, features))
-    b_unit, b_vec, o_unit, o_vec = widths(b, out, base, rank)
+    b_unit, b_vec, o_unit, o_vec, n_vec = widths(b, out, base, rank)
     xs, as_ = strides(x, x_unit, x_vec), strides(a, a_unit, x_vec)
     bs, os_ = strides(b, b_unit, b_vec), strides(out, o_unit, o_vec)
     ps = os_ if base is None else strides(base, o_unit, o_vec)
@@ -141,7 +141,7 @@ def delta(
         (config.tiles, 1, 1),
         (
             x, a, b, base, out, ids, adapters, plan, ranks, scalings, weights,
-            routes, ids.shape[1], experts, slots, room, features // x_vec, out_features // o_vec, rank,
+            routes, ids.shape[1], experts, slots, room, features // x_vec, out_features // n_vec, rank,
             ids.shape[1] if per_token else 1, ids.stride(0), ids.stride(1), 0 if adapters is None else adapters.stride(0),
             0 if weights is None else weights.stride(0), *xs,
             as_[0], 0 if a.shape[1] == 1 else as_[1], 0 if a.shape[2] == 1 else as_[2], as_[3], as_[4],
@@ -149,7 +149,7 @@ def delta(
         ),
         (
             groups, a.shape[2], config.mode, config.plan_rows, config.block_m, config.block_n, config.block_k,
-            config.rank_block, config.chunk, config.chunks, x_vec, x_unit, a_unit, b_vec, b_unit, o_vec, o_unit,
+            config.rank_block, config.chunk, config.chunks, x_vec, x_unit, a_unit, b_vec, b_unit, o_vec, o_unit, n_vec,
             features % config.block_k == 0, config.precision, config.n_stages,
         ),
         config.num_warps,

@@ -80,7 +80,7 @@ def expert_expand_kernel(
     SUM_GROUPS: tl.constexpr, CHUNKS: tl.constexpr, MODE: tl.constexpr, PLAN_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr,
     H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
-    N_STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    N_VEC: tl.constexpr, N_STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, m, g, r) with unit last stride, b's (l, e, g, n, r), base's and out's (m, g, n); unit axes 4 (r) or 3 (n)
     for b, 2 for base and out, −1 for none.
@@ -89,7 +89,7 @@ def expert_expand_kernel(
     takes in turn, with h in registers (then R_BLOCKS = SUM_GROUPS = 1). Routes without an adapter get base or zeros.
     """
     SPAN: tl.constexpr = BLOCK_N * LOOP
-    n_size = N * O_VEC
+    n_size = N * N_VEC
     n_blocks = tl.cdiv(n_size, SPAN)
     tile = tl.program_id(0) // n_blocks
     n_first = (tl.program_id(0) % n_blocks) * SPAN
@@ -170,7 +170,7 @@ def expert_expand_kernel(
 
 
 def widths(b: Tensor, out: Tensor, base: Tensor | None, rank: int) -> tuple:
-    """(b's unit axis and vector width, out's and base's) for loads along N or r."""
+    """(b's unit axis and vector width, out's and base's, the width that N is a multiple of) for loads along N or r."""
     features = out.shape[2]
     b_unit, o_unit = unit_axis(b, 4, 3), unit_axis(out, 2)
     if base is not None and base.stride(2) != 1:
@@ -179,9 +179,7 @@ def widths(b: Tensor, out: Tensor, base: Tensor | None, rank: int) -> tuple:
     if base is not None:
         o_vec = math.gcd(o_vec, vector_width(base, o_unit, features))
     b_vec = vector_width(b, b_unit, rank if b_unit == 4 else features)
-    if b_unit == 3:
-        o_vec = b_vec = math.gcd(o_vec, b_vec)
-    return b_unit, b_vec, o_unit, o_vec
+    return b_unit, b_vec, o_unit, o_vec, max(o_vec, b_vec if b_unit == 3 else 1)
 
 
 def expand(
@@ -205,7 +203,7 @@ def expand(
     routes, groups, features = out.shape
     slots, rank = b.shape[0], h.shape[3]
     sum_groups = b.shape[2] if groups == 1 else 1
-    b_unit, b_vec, o_unit, o_vec = widths(b, out, base, rank)
+    b_unit, b_vec, o_unit, o_vec, n_vec = widths(b, out, base, rank)
     r_blocks = cdiv(rank, config.rank_block)
     loop = config.loop if r_blocks == 1 and sum_groups == 1 else 1
     h_vec = vector_width(h, 3, rank)
@@ -217,7 +215,7 @@ def expand(
         (config.tiles * cdiv(features, config.block_n * loop), groups, 1),
         (
             h, b, base, out, ids, adapters, plan, ranks, scalings, weights,
-            routes, ids.shape[1], experts, slots, room, features // o_vec, rank, ids.shape[1] if per_token else 1,
+            routes, ids.shape[1], experts, slots, room, features // n_vec, rank, ids.shape[1] if per_token else 1,
             ids.stride(0), ids.stride(1), 0 if adapters is None else adapters.stride(0),
             0 if weights is None else weights.stride(0),
             hs[0], hs[1], 0 if h.shape[2] == 1 else hs[2],
@@ -226,7 +224,7 @@ def expand(
         ),
         (
             sum_groups, h.shape[0], config.mode, config.plan_rows, config.block_m, config.block_n, loop, config.rank_block,
-            r_blocks, h_vec, b_vec, b_unit, o_vec, o_unit, config.num_stages, config.precision, config.pdl,
+            r_blocks, h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, config.num_stages, config.precision, config.pdl,
         ),
         config.num_warps,
         1,

@@ -1,7 +1,5 @@
 """y = (x Wᵀ + scaling · h Bᵀ + bias) · w over routes in one accumulator: a program per (tile of routes, block of N, group)."""
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -55,7 +53,7 @@ def expert_linear_kernel(
     PLAN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     R_BLOCKS: tl.constexpr, N_FIRST: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr, W_VEC: tl.constexpr,
     W_UNIT: tl.constexpr, H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr,
-    O_UNIT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scaling multiplies h, so that delta and base need one accumulator (two of 128 × 256 spill), which keeps its bits where
     h or b is zero.
@@ -66,7 +64,7 @@ def expert_linear_kernel(
     code. SUM_GROUPS: y sums over so many groups of x and w (and H_GROUPS of h and b): the gradient of x. N_FIRST:
     neighbouring programs share a tile of routes, not a block of W.
     """
-    n_size = N * O_VEC
+    n_size = N * N_VEC
     n_blocks = tl.cdiv(n_size, BLOCK_N)
     if N_FIRST:
         tile = tl.program_id(0) // n_blocks
@@ -193,15 +191,12 @@ def linear(
     if w_unit == 3:
         x_vec = w_vec = min(x_vec, w_vec)
     o_vec = vector_width(out, o_unit, out_features)
-    if w_unit == 2:
-        o_vec = w_vec = math.gcd(o_vec, w_vec)
+    n_vec = max(o_vec, w_vec if w_unit == 2 else 1)  # every width divides N
     b_unit, b_vec, h_vec, hs, bs, h_groups, per_token = -1, 1, 1, (0,) * 4, (0,) * 5, 1, False
     if h is not None:
         b_unit, h_vec = unit_axis(b, 4, 3), vector_width(h, 3, rank)
         b_vec = vector_width(b, b_unit, rank if b_unit == 4 else out_features)
-        if b_unit == 3:
-            o_vec = b_vec = math.gcd(o_vec, b_vec)
-            w_vec = o_vec if w_unit == 2 else w_vec
+        n_vec = max(n_vec, b_vec if b_unit == 3 else 1)
         hs, bs = strides(h, 3, h_vec), strides(b, b_unit, b_vec)
         h_groups = b.shape[2] if groups == 1 else 1
         per_token = h.shape[1] != routes
@@ -214,7 +209,7 @@ def linear(
         (config.tiles * n_blocks, groups, 1),
         (
             x, w, h, b, bias, out, ids, adapters, plan, ranks, scalings, weights,
-            routes, top_k, experts, slots, room, features // x_vec if x_unit == 2 else features, out_features // o_vec, rank,
+            routes, top_k, experts, slots, room, features // x_vec if x_unit == 2 else features, out_features // n_vec, rank,
             top_k if x_per_token else 1, top_k if per_token else 1,
             ids.stride(0), ids.stride(1), 0 if adapters is None else adapters.stride(0), 0 if weights is None else weights.stride(0),
             xs[0], 0 if x.shape[1] == 1 else xs[1], xs[2], ws[0], ws[1], ws[2], ws[3],
@@ -226,7 +221,7 @@ def linear(
             sum_groups, h_groups, 1 if h is None else h.shape[0], 0 if bias is None else 2 if staged else 1, config.mode,
             config.plan_rows, config.block_m, config.block_n, config.block_k, config.rank_block,
             max(1, cdiv(rank, config.rank_block)), config.n_first, x_vec, x_unit, w_vec, w_unit, h_vec, b_vec, b_unit, o_vec,
-            o_unit, features % config.block_k == 0, config.precision, config.pdl,
+            o_unit, n_vec, features % config.block_k == 0, config.precision, config.pdl,
         ),
         config.num_warps,
         config.num_stages,

@@ -43,7 +43,8 @@ def expert_wgrad_kernel(
     n_m: "i64", n_g: "i64", n_r: "i64", w_m: "i64", w_g: "i64", w_w: "i64", v_m: "i64",
     o_l: "i64", o_e: "i64", o_g: "i64", o_r: "i64", o_w: "i64",
     GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, W_VEC: tl.constexpr, W_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+    W_VEC: tl.constexpr, W_UNIT: tl.constexpr, N_VEC: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """narrow's axes (m, g, r), wide's (m, g, w); grid (tiles · W blocks, r blocks · groups). Route m reads rows m // n_div, m // w_div.
 
@@ -80,6 +81,9 @@ def expert_wgrad_kernel(
         rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
     if W_UNIT == 2:
         w_w = 1
+    if N_UNIT == 2:
+        n_r = 1
+        rank = tl.minimum((rank + N_VEC - 1) // N_VEC * N_VEC, R // N_VEC * N_VEC)  # whole vectors: zeros past the rank
     w_in = w < W * W_VEC
     DTYPE: tl.constexpr = wide.dtype.element_ty
     acc = tl.zeros((BLOCK_R, BLOCK_W), tl.float32)
@@ -90,7 +94,7 @@ def expert_wgrad_kernel(
         live = live & (rows >= 0) & (rows < M)
         rows = rows.to(tl.int64)
         n_tile = tl.load(
-            narrow + group * n_g + (rows // n_div)[None, :] * n_m + r[:, None] * n_r,
+            narrow + group * (n_g * N_VEC) + (rows // n_div)[None, :] * (n_m * N_VEC) + r[:, None] * n_r,
             mask=(r < rank)[:, None] & live[None, :], other=0.0,
         )  # fmt: skip
         w_tile = tl.load(
@@ -171,6 +175,9 @@ def wgrad(
     w_unit = unit_axis(wide, 2)
     vec = vector_width(wide, w_unit, width)
     ws = strides(wide, w_unit, vec)
+    n_unit = unit_axis(narrow, 2)
+    n_vec = vector_width(narrow, n_unit, rank)
+    ns = strides(narrow, n_unit, n_vec)
     grid = cdiv(width, config.block_w), cdiv(rank, config.block_r) * groups
     launch(
         name,
@@ -180,12 +187,12 @@ def wgrad(
             narrow, wide, out, out if parts is None else parts, plan, ranks, scalings, weights,
             routes, experts, slots, room, width // vec, rank,
             1 if narrow.shape[0] == routes else top_k, 1 if wide.shape[0] == routes else top_k,
-            narrow.stride(0), 0 if narrow.shape[1] == 1 else narrow.stride(1), narrow.stride(2),
+            ns[0], 0 if narrow.shape[1] == 1 else ns[1], ns[2],
             ws[0], 0 if wide.shape[1] == 1 else ws[1], ws[2], 0 if weights is None else weights.stride(0), *out.stride(),
         ),
         (
             groups, config.run, slots == 0, narrow.dtype == wide.dtype and weights is None, config.block_t, config.block_w,
-            config.block_r, vec, w_unit, config.precision,
+            config.block_r, vec, w_unit, n_vec, n_unit, config.precision,
         ),
         config.num_warps,
         config.num_stages,
@@ -194,9 +201,9 @@ def wgrad(
         launch(
             name,
             expert_wgrad_sum_kernel,
-            (*grid, cdiv(tiles, config.run)),
+            (grid[0], cdiv(rank, 16) * groups, cdiv(tiles, config.run)),
             (parts, out, plan, scalings, routes, experts, slots, room, width, rank, *out.stride()),
-            (groups, config.run, slots == 0, config.block_w, config.block_r),
+            (groups, config.run, slots == 0, config.block_w, 16),
             4,
             1,
         )

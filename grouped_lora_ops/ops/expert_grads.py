@@ -205,7 +205,7 @@ def input_rows(
     kernels.linear(
         name, outer(grad, w.shape[1]), w.transpose(2, 3), None if v is None else v[None], b, None, out[:, None],
         to.per_token(grad), to.ids, to.adapters, to.plan, ranks, None, weights, False, to.experts, to.slots, to.room,
-        common.configured(launch_experts.linear, p),
+        common.configured(launch_experts.linear, p, True),
     )  # fmt: skip
     return out
 

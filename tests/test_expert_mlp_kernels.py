@@ -1,0 +1,221 @@
+"""`expert_mlp` by our kernels: against the reference, its zero adapters, empty routes and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from cases import NAN, assert_bits, assert_equal, rounded
+from conftest import GPU
+from test_expert_kernels import DEVICE, force, kernels  # noqa: F401  (a fixture)
+from torch import Tensor
+
+from grouped_lora_ops.reference.expert_mlp import expert_mlp_backward, expert_mlp_train
+
+PLACEMENTS = ("input", "pre_down", "post_down")
+ACTIVATIONS = ("swiglu", "swigluoai", "geglu_tanh", "relu2")
+NAMES = ("x", "topk_weights", "w_gate_up", "w_down", "gate_up_a", "gate_up_b", "down_a", "down_b", "b_gate_up", "b_down")
+OPTIONS = ("b_gate_up", "b_down", "activation", "activation_limit", "router_weight", "ranks")
+
+
+@dataclass
+class Layer:
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    w_gate_up: Tensor
+    w_down: Tensor
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+    adapter_ids: Tensor | None
+    scalings: Tensor | None
+    b_gate_up: Tensor | None
+    b_down: Tensor | None
+    activation: str
+    activation_limit: float | None
+    router_weight: str
+    ranks: Tensor | None
+    plan: Tensor | None
+    grad: Tensor
+
+    def args(self):
+        return tuple(vars(self).values())[:18]
+
+    def wide(self):
+        return replace(self, **{n: t.double() for n, t in vars(self).items() if isinstance(t, Tensor) and t.is_floating_point()})
+
+
+def layer(
+    dtype=torch.bfloat16, activation="swiglu", router_weight="pre_down", *, tokens=3, top_k=2, experts=4, slots=2, hidden=72, inner=40,
+    rank=5, bias=True, lora="gate_up down", an_a_each=True, shared="", limit=None, integers=False, ids=None, poison=True, seed=0,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    gated = activation != "relu2"
+    wide = 2 * inner if gated else inner
+
+    def make(*shape, bound=1):
+        if integers:
+            return torch.randint(-bound, bound + 1, shape, generator=generator).to(DEVICE, dtype)
+        return (0.4 * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
+
+    def experts_of(name):
+        return 1 if name in shared else experts
+
+    each = (2,) if an_a_each and gated else ()
+    ids_t = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator) if ids is None else torch.tensor(ids)
+    weights = torch.tensor([0.5, 1.0, -2.0]).repeat(tokens * top_k)[: tokens * top_k].view(tokens, top_k)
+    weights = weights if integers else torch.rand(tokens, top_k, generator=generator)
+    adapters = torch.randint(-1, slots, (tokens,), generator=generator)
+    made = Layer(
+        x=make(tokens, hidden, bound=2),
+        topk_ids=ids_t.to(DEVICE, torch.int32),
+        topk_weights=weights.to(DEVICE),
+        w_gate_up=make(experts, wide, hidden),
+        w_down=make(experts, hidden, inner),
+        gate_up_a=make(slots, experts_of("gate_up_a"), *each, rank, hidden) if "gate_up" in lora else None,
+        gate_up_b=make(slots, experts_of("gate_up_b"), wide, rank) if "gate_up" in lora else None,
+        down_a=make(slots, experts_of("down_a"), rank, inner) if "down" in lora.split() else None,
+        down_b=make(slots, experts_of("down_b"), hidden, rank) if "down" in lora.split() else None,
+        adapter_ids=adapters.to(DEVICE) if lora else None,
+        scalings=torch.tensor([1.0, 0.5][:slots]).to(DEVICE) if lora else None,
+        b_gate_up=make(experts, wide, bound=3) if bias else None,
+        b_down=make(experts, hidden, bound=3) if bias else None,
+        activation=activation,
+        activation_limit=limit,
+        router_weight=router_weight,
+        ranks=torch.tensor([rank, rank // 2][:slots], dtype=torch.int32, device=DEVICE) if lora else None,
+        plan=None,
+        grad=make(tokens, hidden),
+    )
+    if poison:
+        live = (made.topk_ids >= 0) & (made.topk_ids < experts)
+        made.x[~live.any(1)], made.grad[~live.any(1)] = NAN, NAN
+        made.topk_weights[~live] = NAN
+        for e in range(experts):
+            if e not in ids_t:
+                for name in NAMES[2:]:
+                    t = getattr(made, name)
+                    if t is not None and name not in shared:
+                        (t if name[:2] in ("w_", "b_") else t.transpose(0, 1))[e] = NAN
+    return made
+
+
+def run_reference(c: Layer):
+    return expert_mlp_train(*c.args()[:11], **dict(zip(OPTIONS, c.args()[11:17])))
+
+
+def close(got: Tensor, plain: Tensor, exact: Tensor, what) -> None:
+    """No further from float64 than a small multiple of the same computation in torch."""
+    assert (got.dtype, got.shape) == (plain.dtype, plain.shape), what
+    if got.numel():
+        error, usual = (float((t.double() - exact).abs().max()) for t in (got, plain))
+        assert error <= 3 * usual + 1e-6 * float(exact.abs().max()), (what, error, usual)
+
+
+def gradients(c: Layer, h1: Tensor | None, needs: list):
+    return kernels("mlp_backward")(c.grad, h1, *c.args(), needs)
+
+
+def check(c: Layer, what=""):
+    wide = c.wide()
+    plain, exact = run_reference(c), run_reference(wide)
+    y, h1 = kernels("mlp_train")(*c.args())
+    close(y, plain[0], exact[0], f"y {what}")
+    needs = [getattr(c, name) is not None for name in NAMES]
+    got = gradients(c, h1, needs)
+    plain = expert_mlp_backward(c.grad, plain[1], *c.args(), needs)
+    exact = expert_mlp_backward(wide.grad, exact[1], *wide.args(), needs)
+    for name, need, g, p, e in zip(NAMES, needs, got, plain, exact):
+        if need:
+            close(g, p, e, f"{name} {what}")
+
+
+@pytest.mark.parametrize("router_weight", PLACEMENTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_close_to_float64(activation, router_weight):
+    limit = 0.6 if activation.startswith("swiglu") else None
+    check(layer(torch.float32 if activation == "relu2" else torch.bfloat16, activation, router_weight, limit=limit))
+
+
+def test_a_second_run_and_h1_computed_anew_give_the_same_bits():
+    c = layer()
+    needs = [True] * 10
+    y, h1 = kernels("mlp_train")(*c.args())
+    assert_bits(kernels("mlp")(*c.args()), y)
+    for g, again in zip(gradients(c, h1, needs), gradients(c, None, needs)):
+        assert_bits(g, again)
+
+
+@pytest.mark.parametrize("lora", ["gate_up", "down"])
+def test_one_pair_alone(lora):
+    check(layer(lora=lora, an_a_each=False, bias=False))
+
+
+@pytest.mark.parametrize("shared,router_weight", [("gate_up_a down_b", "post_down"), ("gate_up_a down_b", "input"),
+                                                  ("gate_up_b down_a", "post_down")])  # fmt: skip
+def test_shared_outer_factors(force, shared, router_weight):  # noqa: F811
+    force("plan")
+    check(layer(shared=shared, router_weight=router_weight))
+
+
+@pytest.mark.parametrize("router_weight", PLACEMENTS)
+def test_exact(force, router_weight):  # noqa: F811
+    """relu2 of small integers: every stage is exact, so there is one right answer, whatever the order of the sums."""
+    for how in ("split", "plan whole"):
+        force(how)
+        c = layer(
+            torch.float32, "relu2", router_weight, integers=True, hidden=24, inner=12, rank=4, poison=False, top_k=3, bias=True
+        )
+        want = rounded(run_reference(c.wide())[0], torch.float32)
+        assert_equal(kernels("mlp")(*c.args()), want, how)
+
+
+CASES = [*product(ACTIVATIONS, PLACEMENTS, (False, True))][:: 1 if GPU else 5]  # all of them on the CPU: test_expert_mlp.py
+
+
+@pytest.mark.parametrize("activation,router_weight,bias", CASES, ids=str)
+def test_zero_adapters_change_no_bit(activation, router_weight, bias):
+    """Both pairs None is the parent: B = 0 and adapter −1 give its bits, forward and in x's and the weights' gradients."""
+    c = layer(activation=activation, router_weight=router_weight, bias=bias, poison=False, tokens=2, hidden=40, inner=24)
+    needs = [True, True, *[False] * 8]
+    nothing = dict(gate_up_a=None, gate_up_b=None, down_a=None, down_b=None, adapter_ids=None, scalings=None, ranks=None)
+    parent = replace(c, **nothing)
+    y, h1 = kernels("mlp_train")(*parent.args())
+    dx, dw = gradients(parent, h1, needs)[:2]
+    zero = replace(c, gate_up_b=torch.zeros_like(c.gate_up_b), down_b=torch.zeros_like(c.down_b))
+    without = replace(c, adapter_ids=torch.full_like(c.adapter_ids, -1))
+    for what, other in (("B = 0", zero), ("adapter -1", without)):
+        got, hidden = kernels("mlp_train")(*other.args())
+        assert_bits(got, y, what)
+        grads = gradients(other, hidden, needs)
+        assert_bits(grads[0], dx, f"dx {what}")
+        assert_bits(grads[1], dw, f"d topk_weights {what}")
+
+
+@pytest.mark.parametrize("router_weight", PLACEMENTS)
+@pytest.mark.parametrize("case", [dict(tokens=0), dict(ids=[[-1, 4]] * 3, tokens=3), dict(top_k=0), dict(experts=0, tokens=2)], ids=str)
+def test_empty_routes(case, router_weight):
+    """Outputs and gradients are exact zeros of full shape, even where x, the weights and the factors hold NaN."""
+    c = layer(router_weight=router_weight, **case)
+    y, h1 = kernels("mlp_train")(*c.args())
+    assert_bits(y, torch.zeros_like(c.x))
+    for name, g in zip(NAMES, gradients(c, h1, [True] * 10)):
+        assert_bits(g, torch.zeros_like(getattr(c, name)), name)
+
+
+def test_some_experts_are_empty():
+    for ids in ([[1, 2]] * 3, [[3, 3]] * 3):
+        check(layer(ids=ids), str(ids))
+
+
+def test_a_weight_of_more_bits_than_bf16_keeps_them():
+    """float32 router weights: 1/3 takes part in float32, not as bf16's 0.33398."""
+    c = layer(router_weight="post_down", poison=False, lora="", bias=False)
+    c.topk_weights.fill_(1 / 3)
+    close(kernels("mlp")(*c.args()), run_reference(c)[0], run_reference(c.wide())[0], "1/3")
+    rough = replace(c, topk_weights=c.topk_weights.bfloat16())
+    assert not torch.equal(kernels("mlp")(*c.args()), kernels("mlp")(*rough.args()))
