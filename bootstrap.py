@@ -15,8 +15,8 @@ gets the ordinary torch of the package index. A Linux machine without one gets a
 pip finds on download.pytorch.org or wherever else it has been told to look. macOS and Windows get the ordinary torch,
 which is a CPU build there. Only where no CPU build is to be had does a Linux machine without a GPU get the ordinary one.
 
-A second run starts the command at once: a stamp in the environment says that this file, pyproject.toml and the options
-have not changed since. Uses the standard library only.
+A second run starts the command at once: a stamp in the environment says that this file, pyproject.toml, setup.py,
+csrc/launcher.c and the options have not changed since. Uses the standard library only.
 """
 
 import ctypes
@@ -221,7 +221,7 @@ def make_venv(venv):
 def stamp(options, kind):
     """What the environment was set up for; whatever changes it makes the next run install again."""
     digest = hashlib.sha256()
-    for name in ("bootstrap.py", "pyproject.toml", "setup.py"):
+    for name in ("bootstrap.py", "pyproject.toml", "setup.py", os.path.join("csrc", "launcher.c")):
         with open(os.path.join(ROOT, name), "rb") as file:
             digest.update(file.read() + b"\0")
     digest.update(repr((ROOT, sorted(set(options["extra"])), kind)).encode())

@@ -166,22 +166,37 @@ def cubins(stem: str, arch: str, reasons: list[str]) -> Iterator[tuple[str, byte
 # --- loaded modules ---
 
 
+def _not_inside_a_capture(op: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"grouped_lora.{op}: a kernel for this shape is not loaded yet and nothing is compiled inside a CUDA "
+            "graph capture; prepare the shape with grouped_lora_ops.warmup(...) or call the op once outside the "
+            "capture, then capture again."
+        )
+
+
 class Module:
-    """A cubin loaded on one device. `origin` says where it came from: package, cache, NVRTC or nvcc."""
+    """A cubin loaded on one device. `origin` says where it came from: package, cache, NVRTC or nvcc.
+
+    CUDA may load a kernel only when it is first asked for, so inside a capture an unknown one is refused.
+    """
 
     def __init__(self, handle: int, origin: str):
         self.handle, self.origin = handle, origin
         self._functions: dict[tuple, int] = {}
         self._constants: dict[str, int] = {}
 
-    def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> int:
+    def function(self, op: str, name: str, shared: int = 0, wide_cluster: bool = False) -> int:
         """The handle of a kernel, allowed `shared` bytes of dynamic shared memory and clusters of more than 8 blocks."""
         key = (name, shared, wide_cluster)
         found = self._functions.get(key)
         if found is None:
+            _not_inside_a_capture(op)
             lib, out = driver.library(), ctypes.c_void_p()
             driver.check(lib.cuModuleGetFunction(ctypes.byref(out), self.handle, name.encode()), f"no kernel {name}")
             found = out.value or 0
+            if hasattr(lib, "cuFuncLoad"):  # from CUDA 12.4 on
+                driver.check(lib.cuFuncLoad(ctypes.c_void_p(found)), f"loading {name}")
             if shared > 48 << 10:  # more than that must be asked for
                 code = lib.cuFuncSetAttribute(found, driver._MAX_DYNAMIC_SHARED, shared)
                 driver.check(code, f"{shared} bytes of shared memory for {name}")
@@ -190,11 +205,12 @@ class Module:
             self._functions[key] = found
         return found
 
-    def constant(self, name: str) -> int:
-        """The value of an `extern "C" __device__ const int`. Copies from the device the first time, so not inside a capture."""
+    def constant(self, op: str, name: str) -> int:
+        """The value of an `extern "C" __device__ const int`, copied from the device the first time."""
         found = self._constants.get(name)
         if found is not None:
             return found
+        _not_inside_a_capture(op)
         address, size, value = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int32()
         lib = driver.library()
         code = lib.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), self.handle, name.encode())
@@ -240,12 +256,7 @@ def module(op: str, stem: str, device: int) -> Module | None:
     """
     found = _modules.get((stem, device))
     if found is None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"grouped_lora.{op}: a kernel for this shape is not loaded yet and nothing is compiled inside a CUDA "
-                "graph capture; prepare the shape with grouped_lora_ops.warmup(...) or call the op once outside the "
-                "capture, then capture again."
-            )
+        _not_inside_a_capture(op)
         with _loading:
             found = _modules.get((stem, device))
             if found is None:

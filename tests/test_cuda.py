@@ -293,18 +293,28 @@ def test_one_module_per_device_and_one_load_for_many_threads(house):
     assert len(house.compiled) == 1, "the second device finds the first one's cubin in the cache"
 
 
+def test_a_kernel_is_not_asked_for_the_first_time_inside_a_capture(house, monkeypatch):
+    module = house.load()
+    known = module.function("delta", "probe")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert module.function("delta", "probe") == known
+    for ask in (lambda: module.function("delta", "probe", 100_000), lambda: module.constant("delta", "shared_probe")):
+        with pytest.raises(RuntimeError, match=r"grouped_lora.delta: .*warmup"):
+            ask()
+
+
 def test_functions_attributes_and_constants(house):
     module = house.load()
-    small = module.function("probe", shared=48 << 10)
+    small = module.function("delta", "probe", shared=48 << 10)
     assert not house.driver.attributes
-    big = module.function("probe", shared=200_000, wide_cluster=True)
+    big = module.function("delta", "probe", shared=200_000, wide_cluster=True)
     assert house.driver.attributes == [(big, 8, 200_000), (big, 14, 1)]
-    assert small == big == module.function("probe", shared=200_000, wide_cluster=True) and len(house.driver.attributes) == 2
-    assert module.constant("shared_probe") == 1234 == module.constant("shared_probe")
+    assert small == big == module.function("delta", "probe", shared=200_000, wide_cluster=True) and len(house.driver.attributes) == 2
+    assert module.constant("delta", "shared_probe") == 1234 == module.constant("delta", "shared_probe")
     with pytest.raises(RuntimeError, match=r"no kernel other: made up \(CUDA error 500\)"):
-        module.function("other")
+        module.function("delta", "other")
     with pytest.raises(RuntimeError, match="no constant other"):
-        module.constant("other")
+        module.constant("delta", "other")
 
 
 @pytest.mark.parametrize("way", ["C", "ctypes"])
@@ -327,7 +337,7 @@ def test_an_op_made_of_cuda_kernels_is_repeated(house, monkeypatch, way):
     def op(x, sizes):
         y = driver.empty(x.shape, x.dtype, x.device)
         scratch = driver.empty((7,), torch.float32, x.device)
-        function = cuda.module("delta", "probe", 0).function("probe", 100_000)
+        function = cuda.module("delta", "probe", 0).function("delta", "probe", 100_000)
         values = (x.unsqueeze(1), None, scratch, y, x.numel(), *sizes)
         cuda.launch(function, (4, 1, 1), 256, "4P i 2i", values, cluster=(4, 1, 1), shared=100_000, pdl=True)
         return y

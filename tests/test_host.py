@@ -5,7 +5,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import fake_gpu
@@ -396,3 +401,20 @@ def test_pack_lays_a_struct_out_as_c_does():
     assert tensors == [(0, x)]
     with pytest.raises(ValueError, match="2 values for the 1 fields"):
         driver.pack("P", (x, 1))
+
+
+def test_a_recorded_launch_has_the_parameters_of_tritons_cubin():
+    """What Triton compiles for sm_90 says how many parameters of which size it wants; a recorded launch has just those."""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[1]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
+    command = [sys.executable, str(root / "tests" / "triton_parameters.py")]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} == {"shrink_kernel", "expand_kernel", "delta_kernel", "count_kernel", "place_kernel"}
+    for line in lines:
+        assert len(line["cubin"]) == len(line["recorded"]) > 5, line
+        assert all(wanted <= room <= 8 for wanted, room in zip(line["cubin"], line["recorded"])), line
+        assert all(line[name][0] == line[name][1] for name in ("pdl", "pointers", "threads", "shared")), line
+    assert {line["pdl"][0] for line in lines} == {False, True}

@@ -41,7 +41,8 @@ def test_the_adapter_example_runs(tmp_path):
 
 
 def test_environment_variables_and_commands_exist():
-    package = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "grouped_lora_ops").rglob("*.py"))
+    files = [ROOT / "setup.py", *(ROOT / "grouped_lora_ops").rglob("*.py")]
+    package = "".join(p.read_text(encoding="utf-8") for p in files)
     named = set(re.findall(r"GROUPED_LORA_[A-Z_]+", TEXT))
     assert named == set(re.findall(r"GROUPED_LORA_[A-Z_]+", package))
     for command in re.findall(r"^python3 bootstrap\.py (?!-)(\S+)", TEXT, flags=re.M):

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import _checks, driver, launch
+from .. import _checks, launch
 
 INTERPRETER = ("sm_80", 4)  # (arch, multiprocessors) where Triton's interpreter runs the kernels on the CPU
 
@@ -41,13 +41,6 @@ def check_values(name: str, adapter_ids: Tensor, slots: int, ranks: Tensor | Non
     """With GROUPED_LORA_CHECK=1 ids and ranks are read and checked on the GPU too, except inside a capture."""
     if _checks.CHECK_IDS and not (adapter_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         _checks.id_values(name, adapter_ids, slots, ranks, rank)
-
-
-def not_prepared() -> None:
-    """This call does something besides launching our kernels, so it is not to be repeated from a recording."""
-    running = driver.tape()
-    if running is not None:
-        running.refuse()
 
 
 def grouped(t: Tensor, ndim: int) -> Tensor:

@@ -72,7 +72,6 @@ def expand_(
 
 def fill_base(base: Tensor | None, out: Tensor) -> None:
     """out where there is nothing to add: base, or zeros."""
-    common.not_prepared()
     if base is None:
         out.zero_()
     elif base is not out:

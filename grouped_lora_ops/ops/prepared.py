@@ -71,6 +71,8 @@ def _apart(args: tuple, in_place: int) -> tuple:
 def prepared(run: Callable) -> Callable:
     """A CUDA implementation that returns a new tensor, which it makes first and with `driver.empty`.
 
+    In a call that launches anything, every write must be one of our launches: torch's own kernels are not on the tape.
+
     `table` of the result holds its prepared calls, `__wrapped__` is the ordinary way.
     """
     table: dict = {}
