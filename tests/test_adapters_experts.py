@@ -421,3 +421,118 @@ def test_a_fused_module_is_read_as_its_members(rows, tmp_path):
     directory = Directory(tmp_path / "b", target_modules=["qkv_proj"])
     directory.add(f"{module}.qkv_proj", "A", 4, 32), directory.add(f"{module}.qkv_proj", "B", 60, 2)
     assert len(directory.problems(model)) == 2
+
+
+# ---- completeness, and names ------------------------------------------------------------------------------------------------
+
+
+def test_a_target_that_has_no_factors_in_some_layer(tmp_path):
+    """peft loads such a file with a warning, and the layer stays as it was."""
+    model = layouts.of(CONFIGS["llama"])
+    directory = Directory(tmp_path / "a", target_modules=["q_proj", "k_proj"])
+    for layer in range(2):
+        directory.pair(f"model.layers.{layer}.self_attn.q_proj", 32, 32)
+    directory.pair("model.layers.0.self_attn.k_proj", 32, 16)
+    missing = ["model.layers.1.self_attn.k_proj is among the targets, but has no factors."]
+    assert directory.problems(model) == missing
+    directory.read()  # without a layout nobody knows which layers there are
+    for targets in (r".*(q|k)_proj", "all-linear"):
+        directory.config["target_modules"] = targets
+        assert missing[0] in directory.problems(model)
+    directory.config |= {"target_modules": ["q_proj", "model.layers.0.self_attn.k_proj"]}
+    directory.read(model)
+    directory.config |= {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [0]}
+    directory.tensors = {k: v for k, v in directory.tensors.items() if ".1." not in k}
+    directory.read(model)
+    directory.config |= {"layers_to_transform": None, "target_modules": ["qkv_proj"]}
+    directory.tensors = {}
+    directory.pair("model.layers.0.self_attn.qkv_proj", 32, 64)
+    directory.read(model)  # nothing says that layer 1 was meant to have it
+
+
+def test_experts_that_have_no_factors_in_some_layer(tmp_path):
+    model = model_of(6, 5, layers=2)
+    directory = per_expert(tmp_path / "a", ("down_proj",))
+    path = "model.layers.1.mlp.experts.down_proj is among the targets, but has no factors."
+    assert directory.problems(model) == [path]
+    directory.config["layers_to_transform"] = [0]
+    directory.read(model)
+    directory = Directory(tmp_path / "b", peft_version="0.21.2", target_parameters=["mlp.experts.down_proj"])
+    directory.add(EXPERTS, "A", 6, 5), directory.add(EXPERTS, "B", 6, 6)
+    assert directory.problems(model) == [path]
+    directory.config["target_parameters"] = [f"{EXPERTS}.down_proj"]
+    directory.read(model)
+
+
+@pytest.mark.parametrize(
+    "module, reason",
+    [
+        ("lm_head", "is outside the decoder layers (model.layers.<layer>.…)."),
+        ("self_attn.q_proj", "is outside the decoder layers (model.layers.<layer>.…)."),
+        ("model.layers.0.mlp.gate", "cannot be adapted: the router's logits are not adapted"),
+        ("model.layers.7.self_attn.q_proj", "is in layer 7 of a model with 1 layers."),
+        ("model.layers.0.self_attn.q_proj_2", "is no projection of qwen3_moe."),
+    ],
+)
+def test_modules_that_the_model_does_not_have(module, reason, tmp_path):
+    directory = Directory(tmp_path / "a", target_modules=[module])
+    directory.pair(module, 6, 6)
+    assert directory.problems(model_of(6, 5))[0].startswith(f"{module} {reason}")
+
+
+def test_global_shapes_are_checked_against_the_model(tmp_path):
+    directory = Directory(tmp_path / "a", target_modules=["o_a_proj"])
+    model = layouts.of(CONFIGS["deepseek_v4"] | {"num_hidden_layers": 1})  # G 2, D 32, N 12
+    path = "model.layers.0.self_attn.o_a_proj"
+    directory.pair(path, 32, 24)
+    directory.read(model)
+    directory.pair(path, 64, 12)
+    by = "by the configuration and the model"
+    assert directory.problems(model) == [
+        f"{PREFIX}{path}.lora_A.weight must be [2, 32] {by}; got [2, 64].",
+        f"{PREFIX}{path}.lora_B.weight must be [24, 2] {by}; got [12, 2].",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_tokens.lora_embedding_A", "layers.0.self_attn.q_proj.lora_magnitude_vector", "layers.0.self_attn.q_proj.bias"]
+)
+def test_tensors_that_are_no_factors(name, tmp_path):
+    directory = Directory(tmp_path / "a", target_modules=["q_proj"])
+    directory.pair("model.layers.0.self_attn.q_proj", 32, 32)
+    directory.tensors[f"{PREFIX}model.{name}"] = torch.ones(2)
+    assert directory.problems(layouts.of(CONFIGS["llama"] | {"num_hidden_layers": 1})) == [
+        f"{PREFIX}model.{name} is not of the form base_model.model.<module>.lora_A.weight or ….lora_B.weight."
+    ]
+
+
+def test_original_names_become_the_layouts(tmp_path):
+    """DeepSeek's own names, and every other spelling, arrive under one path; two spellings of one are refused."""
+    model = layouts.of(CONFIGS["deepseek_v4"] | {"num_hidden_layers": 1})
+    directory = Directory(tmp_path / "a", target_modules=["wo_a", "w2"])
+    directory.pair("layers.0.attn.wo_a", 32, 24)
+    for e in range(4):
+        directory.pair(f"layers.0.ffn.experts.{e}.w2", 24, 32)
+    shared = "model.layers.0.mlp.shared_experts.down_proj"
+    assert directory.problems(model) == [f"{shared} is among the targets, but has no factors."]
+    directory.pair("layers.0.ffn.shared_experts.w2", 24, 32)
+    adapter = directory.read(model)
+    assert sorted(adapter.modules) == [shared, "model.layers.0.self_attn.o_a_proj"]
+    assert list(adapter.experts) == ["model.layers.0.mlp.experts.down_proj"]
+    directory.pair("model.layers.0.self_attn.o_a_proj", 32, 24)
+    directory.config["target_modules"].append("o_a_proj")
+    assert directory.problems(model)[0] == (
+        f"{PREFIX}layers.0.attn.wo_a.lora_A.weight and {PREFIX}model.layers.0.self_attn.o_a_proj.lora_A.weight are the same factor."
+    )
+
+
+def test_many_targets_and_many_modules_are_not_compared_each_with_each(tmp_path):
+    """61 layers of 256 experts have 10⁵ factors and as many target names."""
+    import time
+
+    from grouped_lora_ops.adapters.config import Names, naming
+
+    names = Names([f"model.layers.{l}.mlp.experts.{e}.up_proj" for l in range(61) for e in range(256)])
+    start = time.perf_counter()
+    assert all(naming(names, f"base.{name}") == [name] for name in names)
+    assert time.perf_counter() - start < 5

@@ -366,7 +366,7 @@ def two_ranks(tmp_path_factory):
         results = manager.dict()
         context = mp.spawn(_rank, (str(root / "store"), str(root), results), nprocs=2, join=False)
         for _ in range(2):
-            context.join(timeout=60)
+            context.join(timeout=30)
         hanging = [p for p in context.processes if p.is_alive()]
         for process in hanging:
             process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -87,7 +88,23 @@ def read_config(file: Path, problems: list[str], parameters: bool = False) -> di
         allowed = _ALLOWED.get(name, _INERT)
         if not any(value is a or (type(value) is type(a) and value == a) for a in (None, *allowed)):
             problems.append(f"{CONFIG}: {name} = {json.dumps(value)} is not supported.")
+    for name in ("target_modules", "exclude_modules", "target_parameters"):
+        if isinstance(config.get(name), list) and _is_text(config[name]):
+            config[name] = Names(config[name])
     return config
+
+
+class Names(list):
+    """A list of target names that is asked about many modules: an adapter can have 10⁵ of both."""
+
+    def __init__(self, names):
+        super().__init__(names)
+        self.known = frozenset(names)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _pattern(key: str) -> re.Pattern:
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 def resolve(module: str, config: Mapping[str, Any]) -> tuple[int, float]:
@@ -95,7 +112,7 @@ def resolve(module: str, config: Mapping[str, Any]) -> tuple[int, float]:
     values = []
     for patterns, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
         patterns = config.get(patterns) or {}
-        key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+        key = next((key for key in patterns if _pattern(key).match(module)), None)
         values.append(config[default] if key is None else patterns[key])
     rank, alpha = values
     return rank, alpha / math.sqrt(rank) if config.get("use_rslora", False) else alpha / rank
@@ -105,7 +122,9 @@ def naming(field: str | list[str] | None, module: str) -> list[str]:
     """The entries of target_modules or exclude_modules that name the module: whole-path regex, or suffixes in a list."""
     if isinstance(field, str):
         return [field] if re.fullmatch(field, module) else []
-    return [entry for entry in field or () if module == entry or module.endswith("." + entry)]
+    known = field.known if isinstance(field, Names) else frozenset(field or ())
+    ends = [0, *(i + 1 for i, c in enumerate(module) if c == ".")] if known else ()
+    return [module[i:] for i in ends if module[i:] in known]
 
 
 def targeted(module: str, config: Mapping[str, Any]) -> bool:

@@ -47,7 +47,7 @@ def make(adapter: Adapter, model: Model, base: Base, form: str) -> tuple[dict[st
                 continue
             leaves = [member[0] for member in p.facts.members]
             names = _expert_tensors(tensors, owner, leaves, expert, p.experts, form)
-            modules += [name for name in names if name not in modules]
+            modules += names
             entries.append((re.escape(owner) + rf"\.(\d+\.)?({'|'.join(leaves)})", expert.rank, expert.scaling))
     config = {
         "peft_type": "LORA",

@@ -157,6 +157,10 @@ class Model:
         return {name: p for p in self.projections for name in self.layout.names(p.facts)}
 
     @cached_property
+    def _expert_owners(self) -> list[tuple[Sized, tuple[str, ...]]]:
+        return [(p, self.layout.renamed(p.facts.owner)) for p in self.projections if p.experts is not None]
+
+    @cached_property
     def families(self) -> dict[str, tuple[Sized, ...]]:
         """{fused path below a layer: its members in row order}, where a family has more than one member."""
         found: dict[str, list[Sized]] = {}
@@ -230,15 +234,14 @@ class Model:
         return found
 
     def _find(self, layer: int, rest: str) -> Place | Fused | str:
-        names = self.layout.names
-        for p in self.projections:
+        p = self._by_name.get(rest)
+        if p is not None and p.experts is None:
+            return Place(layer, p, self.path(layer, p))
+        for p, owners in self._expert_owners:
             path = self.path(layer, p)
-            if p.experts is None:
-                if rest in names(p.facts):
-                    return Place(layer, p, path)
-                continue
-            owners = {name.rpartition(".")[0] for name in names(p.facts)}
             for owner in owners:
+                if not rest.startswith(owner):
+                    continue
                 if rest == f"{owner}.base_layer":
                     return Place(layer, p, f"{self.layout.prefixes[0]}.{layer}.{p.facts.owner}", "inner")
                 if rest == owner:
