@@ -3,7 +3,7 @@
 A `Tape` records what one call of an op allocates and launches, with every pointer traced to an argument or to an
 allocation. `Call` repeats that with other tensors of the same description: only data pointers are filled in. Both the
 description of arguments (`describe`) and the repetition exist twice: in csrc/launcher.c (a key of 9 arguments 0.3 µs, a
-launch 0.2 µs beside the driver's own time) and here in Python and ctypes for where that was not built (2.7 and 1.8 µs).
+launch 0.4 µs beside the driver's own time) and here in Python and ctypes for where that was not built (2.5 and 2 µs).
 Nothing here touches a CUDA context or loads the driver before the first launch.
 """
 
@@ -170,7 +170,12 @@ class _CallInPython:
     def __init__(self, context: int, operands: int, launches: tuple, apart: tuple):
         self.context, self.operands, self.apart = context, operands, apart
         self.lock = threading.Lock()  # parameters are filled in place
+        lib, self.current = library(), ctypes.c_void_p()
+        self.current_ref, self.launch = ctypes.byref(self.current), lib.cuLaunchKernelEx
+        self.get_context, self.push_context, self.pop_context = lib.cuCtxGetCurrent, lib.cuCtxPushCurrent_v2, lib.cuCtxPopCurrent_v2
         self.prepared = [self._prepare(launch) for launch in launches]
+        used = [operand for launch in launches for _, operand in launch.slots] + [i for pair in apart for i in pair[:2]]
+        self.used = tuple(sorted(set(used)))
 
     @staticmethod
     def _prepare(launch: Launch):
@@ -193,28 +198,29 @@ class _CallInPython:
         operands = args + made
         if len(operands) != self.operands:
             raise ValueError("another call's operands")
-        pointers = [t.data_ptr() if isinstance(t, Tensor) else 0 for t in operands]
+        pointers = [0] * self.operands
+        for i in self.used:
+            pointers[i] = operands[i].data_ptr()
         for a, b, span_a, span_b, known in self.apart:
             first, second = pointers[a], pointers[b]
             if first < second + span_b and second < first + span_a and second - first != known:
                 return -1
-        lib, current = library(), ctypes.c_void_p()
-        code = lib.cuCtxGetCurrent(ctypes.byref(current))
-        pushed = code == 0 and (current.value or 0) != self.context
-        if pushed:
-            code = lib.cuCtxPushCurrent_v2(self.context)
-            pushed = code == 0
-        if code == 0:
-            with self.lock:
+        with self.lock:
+            code = self.get_context(self.current_ref)
+            pushed = code == 0 and (self.current.value or 0) != self.context
+            if pushed:
+                code = self.push_context(self.context)
+                pushed = code == 0
+            if code == 0:
                 for config, config_ref, function, parameters, slots, _ in self.prepared:
                     config.stream = stream
                     for slot, operand in slots:
                         slot.value = pointers[operand]
-                    code = lib.cuLaunchKernelEx(config_ref, function, parameters, None)
+                    code = self.launch(config_ref, function, parameters, None)
                     if code:
                         break
-        if pushed:
-            lib.cuCtxPopCurrent_v2(ctypes.byref(current))
+            if pushed:
+                self.pop_context(self.current_ref)
         return code
 
 
@@ -337,7 +343,7 @@ _SIZES = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "i1": "b", "i8": "b", 
 def _triton_is_known() -> bool:
     import triton
 
-    return triton.__version__.startswith(tuple([f"{release}." for release in _TRITON]))
+    return torch.version.hip is None and triton.__version__.startswith(tuple([f"{release}." for release in _TRITON]))
 
 
 def record_triton(compiled, grid: tuple, values: Sequence) -> None:
@@ -345,10 +351,11 @@ def record_triton(compiled, grid: tuple, values: Sequence) -> None:
     running = tape()
     if running is None:
         return
-    m = compiled.metadata
+    if not _triton_is_known():
+        return running.refuse()
+    m, kinds = compiled.metadata, list(compiled.src.signature.values())
     plain = m.num_ctas == 1 and not m.launch_cooperative_grid and m.global_scratch_size == 0 and m.profile_scratch_size == 0
-    kinds = list(compiled.src.signature.values())
-    if not _triton_is_known() or not plain or len(kinds) != len(values):
+    if not plain or len(kinds) != len(values):
         return running.refuse()
     data, offsets, tensors = b"", [], []
     for kind, value in zip(kinds, values):

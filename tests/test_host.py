@@ -21,13 +21,14 @@ from cases import FORMS, assert_equal, build, want_delta, want_shrink
 from grouped_lora_ops import _checks, driver, reference
 from grouped_lora_ops.ops import prepared
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter stands in for one")
 WAYS = ["C", "ctypes"]
 
 
 @pytest.fixture(params=WAYS)
 def gpu(request, monkeypatch):
     pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("without a GPU the interpreter stands in for one")
     if request.param == "C" and driver._launcher is None:
         pytest.skip("csrc/launcher.c was not built")
     return fake_gpu.install(monkeypatch, request.param)
@@ -418,3 +419,70 @@ def test_a_recorded_launch_has_the_parameters_of_tritons_cubin():
         assert all(wanted <= room <= 8 for wanted, room in zip(line["cubin"], line["recorded"])), line
         assert all(line[name][0] == line[name][1] for name in ("pdl", "pointers", "threads", "shared")), line
     assert {line["pdl"][0] for line in lines} == {False, True}
+
+
+# --- on a GPU ---
+
+
+def on_gpu(tokens=1, device="cuda", **kw):
+    c = build("wo_a", torch.bfloat16, **{"tokens": tokens, "features": 4096, "out": 1024, "rank": 16, "ranks": True, "device": device, **kw})
+    return (*c.factors, c.base, None, c.ranks, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64, 200, 3000])
+def test_the_repeated_call_has_the_bits_of_the_ordinary_one(tokens):
+    run, run_ = op("delta"), op("delta_")
+    for seed in range(4):
+        args = on_gpu(tokens, seed=seed)
+        want = run.__wrapped__(*args)
+        assert_equal(torch.ops.grouped_lora.delta(*args), want, f"call {seed}")
+        out = args[5].clone()
+        torch.ops.grouped_lora.delta_(out, *args[:5], None, args[7])
+        assert_equal(out, want, f"in place, call {seed}")
+    assert len(run.table) == 1 and len(run_.table) == 1, "the calls were not prepared"
+
+
+@pytest.mark.gpu
+def test_prepared_calls_follow_streams_captures_and_threads():
+    """On the current stream, captured or not, also in a thread that has no CUDA context yet."""
+    run = op("delta")
+    args = on_gpu(8)
+    want = run(*args)
+    assert len(run.table) == 1
+    x, stream = args[0].clone(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        args[0].copy_(x)
+        y = run(*args)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_equal(y, want, "another stream")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(*args)
+    args[0].neg_()
+    graph.replay()
+    assert_equal(y, run(*args), "a replay")
+    args[0].neg_()
+    found = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: found.append(run(*args)))
+        thread.start()
+        thread.join()
+    torch.cuda.synchronize()
+    assert_equal(found[0], want), assert_equal(found[1], want)
+    assert len(run.table) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_prepared_calls_of_two_devices():
+    run = op("delta")
+    first, second = on_gpu(3, "cuda:0"), on_gpu(3, "cuda:1")
+    for _ in range(3):
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                assert_equal(run(*first).cpu(), run(*second).cpu())
+                assert torch.cuda.current_device() == current
+    assert len(run.table) == 2
