@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from expert_cases import ACTIVATIONS, FACTORS, PLACEMENTS, Mlp, assert_bits, assert_equal, build_mlp, build_routes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped_lora_ops as gl
 
@@ -213,3 +214,21 @@ def test_ungiven_gradients_cost_nothing():
         assert_equal(getattr(c, name).grad, getattr(d, name).grad, name)
     y, h1 = OPS.expert_mlp_train(*c.all_args)
     assert y.requires_grad and not h1.requires_grad
+
+
+def test_h1_gets_no_gradient_of_zeros():
+    """It is an output that nobody differentiates; zeros in its place would be as large as h1 itself."""
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.append((func.name(), getattr(result, "shape", None)))
+            return result
+
+    c = mlp(dtype=torch.float32).leaves()
+    y = c.call(gl.expert_mlp)
+    with Watch():
+        y.backward(torch.ones_like(y))
+    assert any(name == "grouped_lora::expert_mlp_backward" for name, _ in made)
+    assert not any(shape == (10, 8) for name, shape in made if name.startswith("aten::") and "zero" in name)
