@@ -65,6 +65,20 @@ def test_peft_loads_what_is_written(name, tmp_path):
     assert_same_deltas(ours(adapter, model), theirs(loaded), 1e-6)
 
 
+@pytest.mark.parametrize("form", ["peft", "experts", "serving"])
+@pytest.mark.parametrize("kind", ["one A", "block-diagonal"])
+def test_one_a_for_gate_and_up(form, kind, tmp_path):
+    """Where B is block-diagonal a pair for each half has half the rank; else both get the same A."""
+    model = layouts.of(CONFIGS["qwen3_moe"])
+    adapter = random_adapter(model, rank=4, each=kind != "one A")
+    adapter = replace(adapter, experts={path: m.with_one_a() for path, m in adapter.experts.items()})
+    write_adapter(tmp_path, adapter, model, base=BASE, form=form)
+    back = read_adapter(tmp_path, model)
+    assert_same_deltas(ours(back, model), ours(adapter, model))
+    ranks = {m.rank for path, m in back.experts.items() if "gate_up" in path}
+    assert ranks == {8 if kind != "one A" and form == "peft" else 4}
+
+
 def test_shared_factors(tmp_path):
     """One for all experts: kept as [1, …] in the serving form, repeated in the others; the same deltas in all."""
     model = layouts.of(CONFIGS["qwen3_moe"])

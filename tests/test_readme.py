@@ -40,6 +40,24 @@ def test_the_adapter_example_runs(tmp_path):
     assert names["lora_b"].shape == (1, 4, 3, 2)
 
 
+def test_the_layout_example_runs(tmp_path):
+    (tmp_path / "model").mkdir()
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=16, q_lora_rank=16, o_groups=2)
+    sizes |= dict(o_lora_rank=12, n_routed_experts=4, moe_intermediate_size=24)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "deepseek_v4"} | sizes))
+    path = tmp_path / "adapter"
+    path.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["o_a_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.o_a_proj.lora_{}.weight"
+    factors = {name.format("A"): torch.ones(2, 32), name.format("B"): torch.ones(2 * 12, 2)}
+    safetensors.torch.save_file(factors, path / "adapter_model.safetensors")
+    names = {"model_path": tmp_path / "model", "path": path, "new_path": tmp_path / "new", "device": "cpu"}
+    exec(BLOCKS[2], names)
+    assert names["adapter_ids"].tolist() == [names["bank"].resident["first"], -1, names["bank"].resident["first"]]
+    assert names["ranks"].tolist().count(2) == 1 and (tmp_path / "new" / ".complete").is_file()
+
+
 def test_environment_variables_and_commands_exist():
     files = [ROOT / "setup.py", *(ROOT / "grouped_lora_ops").rglob("*.py")]
     package = "".join(p.read_text(encoding="utf-8") for p in files)

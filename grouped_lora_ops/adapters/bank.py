@@ -192,7 +192,7 @@ class AdapterBank:
     def load(self, name: str, adapter: Adapter) -> int:
         """Put an adapter into a slot; into its own, if one of this name is there. Returns the slot. It is not held.
 
-        With host_adapters the adapter is kept on the host too.
+        With host_adapters the adapter is kept on the host too, where it waits if every slot is held (RuntimeError).
         """
         if self.plan.host_adapters:
             slot = self.resident.get(name)

@@ -20,8 +20,10 @@ PEFT_VERSION = "0.19.1"  # the release whose form of 3-D parameters is written; 
 
 def make(adapter: Adapter, model: Model, base: Base, form: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors by their name in the file, adapter_config.json)."""
+    if form != "peft":
+        adapter = _an_a_each(adapter, model)
     if form == "serving":
-        adapter = uniform(zero_filled(_an_a_each(adapter, model), model))
+        adapter = uniform(zero_filled(adapter, model))
     adapter = in_order(adapter, model)
     tensors: dict[str, Tensor] = {}
     entries: list[tuple[str, int, float]] = []  # (pattern of a path, rank, scaling)
@@ -75,11 +77,9 @@ def _add(tensors: dict[str, Tensor], path: str, a: Tensor, b: Tensor) -> None:
 
 def _expert_tensors(tensors, owner, leaves, expert: ExpertModule, experts: int, form: str) -> list[str]:
     """A pair for every expert; a serving form keeps factors that all experts share as stacks. Returns target names."""
+    halves = [(leaves[0], expert.lora_a, expert.lora_b)]
     if len(leaves) == 2:
-        expert = expert.with_an_a_each()
         halves = list(zip(leaves, expert.lora_a.unbind(1), expert.lora_b.chunk(2, 1)))
-    else:
-        halves = [(leaves[0], expert.lora_a, expert.lora_b)]
     shared = experts > 1 and (len(expert.lora_a) == 1 or len(expert.lora_b) == 1)
     names = []
     for leaf, a, b in halves:
