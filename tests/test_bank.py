@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from dataclasses import replace
@@ -417,6 +418,96 @@ def test_two_threads_that_want_the_same_adapter_load_it_once(monkeypatch):
     for thread in threads:
         thread.join(timeout=10)
     assert len(copies) == 1 and found == [(copies[0], 3)] * 2 and bank.pinned == {"a": 2}
+
+
+# ---- streams, with stand-ins for them --------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """Streams and events that write down what is queued, in place of torch.cuda's; copies happen at once."""
+
+    def __init__(self, bank, monkeypatch):
+        self.log, self.events = [], 0
+        self.current = self.Stream(self, "main")
+        bank._cuda, bank._stream = True, self.Stream(self, "uploads")
+        for name, stand_in in (
+            ("Event", lambda: self.Event(self)),
+            ("current_stream", lambda device: self.current),
+            ("stream", self.on),
+            ("device", lambda device: contextlib.nullcontext()),
+        ):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        copy, fill = bank._copy, bank._fill
+        monkeypatch.setattr(bank, "_copy", lambda *args: (self.log.append(f"{self.current.name}: copy {args}"), copy(*args)))
+        monkeypatch.setattr(bank, "_fill", lambda adapter: (fill(adapter), self.log.append("host: fill"))[0])
+
+    class Stream:
+        def __init__(self, cuda, name):
+            self.cuda, self.name = cuda, name
+
+        def wait_event(self, event):
+            self.cuda.log.append(f"{self.name}: wait {event.number}")
+
+    class Event:
+        def __init__(self, cuda):
+            self.cuda = cuda
+
+        def record(self, stream):
+            self.number = self.cuda.events
+            self.cuda.events += 1
+            self.cuda.log.append(f"{stream.name}: record {self.number}")
+
+        def synchronize(self):
+            self.cuda.log.append(f"host: wait {self.number}")
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+def test_what_waits_for_what(monkeypatch):
+    """An upload waits for the work before its slot's last release, users for the upload, the host's image for its reader."""
+    bank = bank_of(slots=1)
+    cuda = FakeCuda(bank, monkeypatch)
+    bank.load("a", adapter_of(1))
+    bank.acquire("a")
+    bank.acquire("a")
+    bank.release("a")
+    with cuda.on(cuda.Stream(cuda, "other")):
+        bank.release("a")
+    bank.load("b", adapter_of(2))
+    bank.unload("b")
+    assert cuda.log == [
+        "host: fill",
+        "uploads: copy (0, 0)",
+        "uploads: record 0",
+        "main: wait 0",
+        "main: wait 0",
+        "main: record 1",  # the first release
+        "other: wait 1",
+        "other: record 2",  # the second one comes after both
+        "host: wait 0",  # the image is free again
+        "host: fill",
+        "uploads: wait 2",
+        "uploads: copy (0, 0)",
+        "uploads: record 3",
+        "uploads: wait 2",
+        "uploads: copy (0, None)",
+        "uploads: record 4",
+    ]
+
+
+def test_an_image_on_the_host_is_not_overwritten_while_it_is_read(monkeypatch):
+    bank = bank_of(slots=2, host_adapters=1)
+    cuda = FakeCuda(bank, monkeypatch)
+    bank.add("a", adapter_of(1))  # made in image 1; image 0 is the next one's
+    bank.acquire("a"), bank.release("a")
+    bank.add("a", adapter_of(2))  # made in 0, while 1 may still be read
+    assert "host: wait 0" not in cuda.log
+    bank.add("a", adapter_of(3))  # made in 1
+    assert cuda.log[-2:] == ["host: wait 0", "host: fill"]
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------------
