@@ -335,7 +335,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 # --- Triton's compiled kernels ---
 
-_TRITON = ("3.6",)  # releases whose kernels take their parameters, then two scratch pointers
+_TRITON = ("3.6", "3.7")  # releases whose kernels take their parameters, then two scratch pointers
 _SIZES = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "i1": "b", "i8": "b", "i16": "h", "u1": "B", "u8": "B", "u16": "H"}
 
 
