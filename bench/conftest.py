@@ -27,7 +27,8 @@ from .contenders import Inputs, Unavailable
 from .workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan")} | {"bench_wgrad": "train", "bench_host": "delta"}
+OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan", "expert_delta")}
+OPS |= {"bench_wgrad": "train", "bench_host": "delta"}
 
 _rows = pytest.StashKey[list]()
 _timer = pytest.StashKey[object]()
@@ -323,7 +324,7 @@ def pytest_terminal_summary(terminalreporter, config):
     write = terminalreporter.write_line
     terminalreporter.section(f"figures, µs ({config.stash[_timer].method})")
     write(
-        f"{'op':7}{'workload':36}{'floor':>8}{'ours':>9}{'% floor':>8}{'bar':>8}{'best peer':>10}  measured beside it"
+        f"{'op':13}{'workload':36}{'floor':>8}{'ours':>9}{'% floor':>8}{'bar':>8}{'best peer':>10}  measured beside it"
     )
     by_key: dict[tuple, dict] = {}
     for row in rows:
@@ -348,7 +349,7 @@ def pytest_terminal_summary(terminalreporter, config):
         cells = [any_row["floor_us"], *figures, bar, peer]
         text = "".join(f"{'–' if c is None else format(c, '.2f' if i == 0 else '.1f'):>{width}}"
                        for i, (c, width) in enumerate(zip(cells, (8, 9, 8, 8, 10), strict=True)))  # fmt: skip
-        write(f"{op:7}{name:36}{text}  {beside}{marks}")
+        write(f"{op:13}{name:36}{text}  {beside}{marks}")
     write(
         f"ours on {count} rows: {above_bar} above the bar, {slower} slower than the best peer (published or beside it)"
     )

@@ -41,6 +41,7 @@ class ExpertWorkload:
     dtype: torch.dtype = torch.bfloat16
     sizes: tuple[int, int, int, int] | None = None  # in place of the model's
     peers: Mapping[str, float] = field(default_factory=dict, compare=False)  # published µs, see workloads.SOURCE
+    published_floor: float | None = field(default=None, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -71,9 +72,34 @@ class ExpertWorkload:
         """Output columns of a route."""
         return 2 * self.shape[1] if self.projection == "gate_up" else self.shape[0]
 
+    @property
+    def best_peer(self) -> str | None:
+        return min(self.peers, key=self.peers.__getitem__) if self.peers else None
+
+    def facts(self, op: str) -> dict:
+        """What a row of the results says about the workload."""
+        delta = op == "expert_delta"
+        return {
+            "T": self.T,
+            "K": self.top_k,
+            "E": self.experts,
+            "D": self.D,
+            "N": self.N,
+            "rank": self.rank,
+            "slots": self.slots,
+            "active": active_pairs(self)[0],
+            "layout": self.projection,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "floor_us": floor_us(self, op),
+            "bar_us": bar_us(self) if delta else None,
+            "best_peer": self.best_peer if delta else None,
+            "best_peer_us": self.peers[self.best_peer] if delta and self.peers else None,
+        }
+
     def tiny(self) -> ExpertWorkload:
         """The same structure at sizes a CPU runs in milliseconds."""
-        return replace(self, T=min(self.T, 9), rank=8, slots=min(self.slots, 2), sizes=(64, 32, 4, 2), peers={})
+        small = {"T": min(self.T, 9), "rank": 8, "slots": min(self.slots, 2), "sizes": (64, 32, 4, 2)}
+        return replace(self, model="tiny", peers={}, published_floor=None, **small)
 
 
 @functools.cache
@@ -99,19 +125,24 @@ def active_pairs(w: ExpertWorkload) -> tuple[int, int]:
     return int(pairs.unique().numel()), int(adapters.unique().numel())
 
 
-def cost(w: ExpertWorkload) -> tuple[int, int]:
-    """(bytes, flops) that the delta cannot do without."""
+def cost(w: ExpertWorkload, op: str = "expert_delta") -> tuple[int, int]:
+    """(bytes, flops) that the delta, or its training step, cannot do without."""
     pairs, slots = active_pairs(w)
     size = w.dtype.itemsize
     x = (w.T if w.projection == "gate_up" else w.M) * w.D
     a = (slots if "a" in w.shared else pairs) * w.groups * w.rank * w.D
     b = (slots if "b" in w.shared else pairs) * w.N * w.rank
     rows = w.T if "a" in w.shared and w.projection == "gate_up" else w.M
-    return size * (x + a + b + 2 * w.M * w.N), 2 * w.rank * (rows * w.groups * w.D + w.M * w.N)
+    flops = 2 * w.rank * (rows * w.groups * w.D + w.M * w.N)
+    if op == "expert_train":
+        # Forward: x, A, B, base in, y out. Backward: dy, x, A, B in, dx out, and dA, dB of every pair, zeros too.
+        of_slots = w.slots * w.rank * (w.groups * w.D * shapes(w)["lora_a"][1] + w.N * shapes(w)["lora_b"][1])
+        return size * (3 * x + 3 * w.M * w.N + 2 * (a + b) + of_slots), 3 * flops
+    return size * (x + a + b + 2 * w.M * w.N), flops
 
 
-def floor_us(w: ExpertWorkload) -> float:
-    nbytes, flops = cost(w)
+def floor_us(w: ExpertWorkload, op: str = "expert_delta") -> float:
+    nbytes, flops = cost(w, op)
     return max(nbytes / HBM_BYTES_PER_US, flops / FLOPS_PER_US[w.dtype])
 
 
@@ -162,77 +193,86 @@ def integer_set(w: ExpertWorkload, device: torch.device, seed: int = 1) -> dict[
     }
 
 
-def exact_delta(w: ExpertWorkload, t: dict, shared: dict) -> Tensor:
-    """base + delta in float64, an expert and slot at a time, rounded once. Looks at ids on the host."""
+def float64_delta(w: ExpertWorkload, x: Tensor, a: Tensor, b: Tensor, base: Tensor, shared: dict) -> Tensor:
+    """base + delta of float64 tensors, an expert and slot at a time; differentiable. Looks at ids on the host."""
     ids = shared["expert_ids"].flatten().long()
     slots = torch.zeros_like(ids) if shared["adapter_ids"] is None else shared["adapter_ids"].long().repeat_interleave(w.top_k)
-    out = t["base"].clone()
     pairs = ids * w.slots + slots
     order = torch.argsort(pairs, stable=True)
     values, counts = pairs[order].unique_consecutive(return_counts=True)
+    parts = []
     for pair, rows in zip(values.tolist(), order.split(counts.tolist())):
         expert, slot = divmod(pair, w.slots)
-        x = t["x"][rows if w.projection == "down" else rows // w.top_k].double()
-        a = t["lora_a"][slot, min(expert, t["lora_a"].shape[1] - 1)].double()
-        b = t["lora_b"][slot, min(expert, t["lora_b"].shape[1] - 1)].double()
+        mine = x[rows if w.projection == "down" else rows // w.top_k]
+        own_a, own_b = (t[slot, min(expert, t.shape[1] - 1)] for t in (a, b))
         if w.groups == 2:
-            delta = torch.cat([x @ a[half].t() @ part.t() for half, part in enumerate(b.chunk(2))], 1)
+            delta = torch.cat([mine @ own_a[half].t() @ part.t() for half, part in enumerate(own_b.chunk(2))], 1)
         else:
-            delta = x @ a.t() @ b.t()
-        out[rows] = (t["base"][rows].double() + float(shared["scalings"][slot]) * delta).float().to(w.dtype)
-    return out
+            delta = mine @ own_a.t() @ own_b.t()
+        parts.append(float(shared["scalings"][slot]) * delta)
+    return base.index_add(0, order, torch.cat(parts))
 
 
-# --- the rows with published peer figures: vLLM's fused_moe_lora, sglang's best, its routing, grouped_mm sorted and whole ---
+def exact_delta(w: ExpertWorkload, t: dict, shared: dict) -> Tensor:
+    """The one right answer to an `integer_set`."""
+    wide = (t[name].double() for name in ("x", "lora_a", "lora_b", "base"))
+    return float64_delta(w, *wide, shared).float().to(w.dtype)
+
+
+# --- the rows with published figures: the floor, vLLM's fused_moe_lora, sglang's best, its routing, grouped_mm sorted and whole ---
 
 _TABLE = """
-qwen3-30b gate_up 1 32 1     28.0  14.3  3.4   36.2    71.3
-qwen3-30b down 1 32 1        12.9  7.8   3.4   26.5    53.4
-qwen3-30b gate_up 8 32 1     32.7  17.0  3.2   54.6    80.6
-qwen3-30b down 8 32 1        20.5  10.4  3.2   50.4    76.3
-qwen3-30b gate_up 64 32 1    36.7  21.1  5.7   93.5    144.7
-qwen3-30b down 64 32 1       35.7  17.9  5.7   95.0    141.6
-qwen3-30b gate_up 256 32 1   44.2  24.0  6.8   92.7    171.9
-qwen3-30b down 256 32 1      44.8  30.0  6.8   102.1   182.1
-qwen3-30b gate_up 4096 32 1  168.6 104.0 12.4  145.3   789.0
-qwen3-30b down 4096 32 1     177.7 92.1  12.4  287.5   942.2
-qwen3-30b gate_up 1 32 4     26.9  14.3  3.4   43.6    82.0
-qwen3-30b down 1 32 4        13.7  7.7   3.4   31.7    61.8
-qwen3-30b gate_up 8 32 4     43.9  17.3  3.4   64.6    93.6
-qwen3-30b down 8 32 4        27.5  11.1  3.4   60.9    89.2
-qwen3-30b gate_up 64 32 4    65.0  37.9  5.0   203.9   260.3
-qwen3-30b down 64 32 4       41.2  27.2  5.0   214.3   268.2
-qwen3-30b gate_up 256 32 4   119.5 53.8  7.2   302.5   380.7
-qwen3-30b down 256 32 4      86.7  44.6  7.2   323.2   405.8
-qwen3-30b gate_up 4096 32 4  219.0 123.7 14.5  311.9   956.2
-qwen3-30b down 4096 32 4     168.0 105.5 14.5  485.8   1144.4
-dsv3 gate_up 1 32 1          99.9  23.3  3.5   56.6    92.5
-dsv3 down 1 32 1             35.1  13.0  3.5   42.2    69.4
-dsv3 gate_up 8 32 1          92.2  29.3  3.5   116.7   145.1
-dsv3 down 8 32 1             50.0  36.8  3.5   131.8   158.1
-dsv3 gate_up 64 32 1         227.7 94.8  5.4   381.7   454.0
-dsv3 down 64 32 1            137.2 62.7  5.4   436.0   514.1
-dsv3 gate_up 256 32 1        206.5 111.4 7.0   407.2   551.7
-dsv3 down 256 32 1           146.4 76.4  7.0   516.7   699.9
-dsv3 gate_up 4096 32 1       503.1 449.5 16.0  595.7   2242.6
-dsv3 down 4096 32 1          583.9 301.5 16.0  1239.4  3210.7
+qwen3-30b gate_up 1    32 1  0.7   28.0   14.3   3.4    36.2   71.3
+qwen3-30b down    1    32 1  0.4   12.9   7.8    3.4    26.5   53.4
+qwen3-30b gate_up 8    32 1  4.2   32.7   17.0   3.2    54.6   80.6
+qwen3-30b down    8    32 1  2.2   20.5   10.4   3.2    50.4   76.3
+qwen3-30b gate_up 64   32 1  11.1  36.7   21.1   5.7    93.5   144.7
+qwen3-30b down    64   32 1  6.3   35.7   17.9   5.7    95.0   141.6
+qwen3-30b gate_up 256  32 1  13.9  44.2   24.0   6.8    92.7   171.9
+qwen3-30b down    256  32 1  10.0  44.8   30.0   6.8    102.1  182.1
+qwen3-30b gate_up 4096 32 1  61.5  168.6  104.0  12.4   145.3  789.0
+qwen3-30b down    4096 32 1  79.5  177.7  92.1   12.4   287.5  942.2
+qwen3-30b gate_up 1    32 4  0.7   26.9   14.3   3.4    43.6   82.0
+qwen3-30b down    1    32 4  0.4   13.7   7.7    3.4    31.7   61.8
+qwen3-30b gate_up 8    32 4  5.2   43.9   17.3   3.4    64.6   93.6
+qwen3-30b down    8    32 4  2.7   27.5   11.1   3.4    60.9   89.2
+qwen3-30b gate_up 64   32 4  28.5  65.0   37.9   5.0    203.9  260.3
+qwen3-30b down    64   32 4  15.0  41.2   27.2   5.0    214.3  268.2
+qwen3-30b gate_up 256  32 4  45.4  119.5  53.8   7.2    302.5  380.7
+qwen3-30b down    256  32 4  25.8  86.7   44.6   7.2    323.2  405.8
+qwen3-30b gate_up 4096 32 4  93.6  219.0  123.7  14.5   311.9  956.2
+qwen3-30b down    4096 32 4  95.6  168.0  105.5  14.5   485.8  1144.4
+dsv3      gate_up 1    32 1  2.2   99.9   23.3   3.5    56.6   92.5
+dsv3      down    1    32 1  1.2   35.1   13.0   3.5    42.2   69.4
+dsv3      gate_up 8    32 1  15.1  92.2   29.3   3.5    116.7  145.1
+dsv3      down    8    32 1  7.9   50.0   36.8   3.5    131.8  158.1
+dsv3      gate_up 64   32 1  63.9  227.7  94.8   5.4    381.7  454.0
+dsv3      down    64   32 1  34.8  137.2  62.7   5.4    436.0  514.1
+dsv3      gate_up 256  32 1  78.9  206.5  111.4  7.0    407.2  551.7
+dsv3      down    256  32 1  50.7  146.4  76.4   7.0    516.7  699.9
+dsv3      gate_up 4096 32 1  208.7 503.1  449.5  16.0   595.7  2242.6
+dsv3      down    4096 32 1  284.8 583.9  301.5  16.0   1239.4 3210.7
 """
 
 
 def _targets() -> list[ExpertWorkload]:
     rows = []
     for line in _TABLE.strip().splitlines():
-        model, projection, tokens, rank, slots, vllm, sglang, route, gmm, full = line.split()
+        model, projection, tokens, rank, slots, floor, vllm, sglang, route, _, full = line.split()
         peers = {"vllm": float(vllm), "sglang + route": float(sglang) + float(route), "gmm full": float(full)}
         name = f"{model}-{projection}-r{rank}-S{slots}-T{tokens}"
-        rows.append(ExpertWorkload(name, model, projection, int(tokens), int(rank), int(slots), peers=peers))
+        sizes = int(tokens), int(rank), int(slots)
+        rows.append(ExpertWorkload(name, model, projection, *sizes, peers=peers, published_floor=float(floor)))
     return rows
 
 
 def _extra(model: str, tokens: int, rank: int = 32, slots: int = 1, **changed) -> list[ExpertWorkload]:
-    words = "-".join([*(changed.get(key, "") for key in ("mix", "shared") if changed.get(key))])
+    words = [changed["mix"]] if "mix" in changed else [f"shared_{changed['shared']}"] if "shared" in changed else []
     return [
-        ExpertWorkload(f"extra-{model}-{projection}-{words}-r{rank}-S{slots}-T{tokens}", model, projection, tokens, rank, slots, **changed)
+        ExpertWorkload(
+            "-".join(["extra", model, projection, *words, f"r{rank}-S{slots}-T{tokens}"]),
+            model, projection, tokens, rank, slots, **changed,
+        )  # fmt: skip
         for projection in ("gate_up", "down")
     ]
 
@@ -249,6 +289,12 @@ EXTRA = [
     *_extra("qwen3-30b", 65536 // 8, 16, 64),
 ]
 EXPERTS = TARGETS + EXTRA
+TRAINING = [
+    ExpertWorkload(f"train-{model}-{projection}-r{rank}-S1-T4096", model, projection, 4096, rank, 1)
+    for model in ("qwen3-30b", "dsv3")
+    for projection in ("gate_up", "down")
+    for rank in (16, 32)
+]
 
 
 def named(*names: str) -> list[ExpertWorkload]:

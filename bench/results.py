@@ -87,12 +87,10 @@ def header(suite: str, method: str, tiny: bool, commit_id: str | None = None) ->
     }
 
 
-def row(w: Workload, op: str, contender: str, us: float, **more) -> dict:
-    floor, bar = workloads.floor_us(w, op), workloads.bar_us(w, op)
-    made = {
-        "op": op,
-        "workload": w.name,
-        "contender": contender,
+def facts(w: Workload, op: str) -> dict:
+    """What a row says about its workload."""
+    peer = w.best_peer if op == "delta" else None
+    return {
         "T": w.T,
         "G": w.G,
         "D": w.D,
@@ -102,13 +100,21 @@ def row(w: Workload, op: str, contender: str, us: float, **more) -> dict:
         "active": workloads.batch(w).adapters,
         "layout": w.layout,
         "dtype": str(w.dtype).removeprefix("torch."),
-        "us": round(us, 3),
-        "floor_us": round(floor, 3),
-        "pct_of_floor": round(100 * floor / us, 1),
-        "bar_us": None if bar is None else round(bar, 3),
-        "best_peer": w.best_peer if op == "delta" else None,
-        "best_peer_us": w.peers[w.best_peer] if op == "delta" and w.best_peer else None,
+        "floor_us": workloads.floor_us(w, op),
+        "bar_us": workloads.bar_us(w, op),
+        "best_peer": peer,
+        "best_peer_us": w.peers[peer] if peer else None,
     }
+
+
+def row(w: Workload, op: str, contender: str, us: float, **more) -> dict:
+    of_workload = w.facts(op) if hasattr(w, "facts") else facts(w, op)
+    figures = {name: of_workload.pop(name) for name in ("floor_us", "bar_us", "best_peer", "best_peer_us")}
+    made = {"op": op, "workload": w.name, "contender": contender, **of_workload, "us": round(us, 3)}
+    made["floor_us"] = round(figures["floor_us"], 3)
+    made["pct_of_floor"] = round(100 * figures["floor_us"] / us, 1)
+    made["bar_us"] = None if figures["bar_us"] is None else round(figures["bar_us"], 3)
+    made |= {"best_peer": figures["best_peer"], "best_peer_us": figures["best_peer_us"]}
     rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in more.items()}
     return made | {key: value for key, value in rounded.items() if value not in (None, "", {})}
 

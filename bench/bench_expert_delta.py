@@ -1,0 +1,134 @@
+"""expert_delta (base + scaling · B (A x) over routes) on the expert rows of the tables, and beyond (names start with `extra`);
+then its training step, forward and backward.
+
+A figure of ours includes the plan: every call makes its own, though a layer's two projections share one. `given_us` is
+the same call with the plan given, `plan_us` the plan alone.
+"""
+
+import pytest
+import torch
+
+from . import expert_workloads as workloads
+from . import measure
+from .conftest import shortlist
+from .contenders import grouped_mm
+
+CONTENDERS = ("ours", "torch")
+
+
+@pytest.fixture(scope="module")
+def case(request, device):
+    """(workload, what its batch shares)."""
+    w = request.param.tiny() if request.config.getoption("--tiny") else request.param
+    yield w, workloads.shared_inputs(w, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ours(w, shared, plan=None):
+    """forward(x, A, B, base) → y."""
+    import grouped_lora_ops
+
+    ids, adapters, scalings = shared["expert_ids"], shared["adapter_ids"], shared["scalings"]
+    return lambda x, a, b, base: grouped_lora_ops.expert_delta(x, a, b, ids, adapters, scalings, base=base, plan=plan)
+
+
+def gmm(w, shared):
+    """PyTorch's way: sort routes by (expert, slot), gather rows, two `grouped_mm` a group, scatter into base's rows."""
+    if w.dtype != torch.bfloat16 or w.shared or w.slots * w.experts >= 1024 or any(n % 8 for n in (w.D, w.N // w.groups, w.rank)):
+        return None
+
+    def forward(x, a, b, base):
+        ids = shared["expert_ids"].flatten().long()
+        pairs = ids if w.slots == 1 else shared["adapter_ids"].long().repeat_interleave(w.top_k) * w.experts + ids
+        order = torch.argsort(pairs, stable=True)
+        count = w.slots * w.experts
+        ends = torch.searchsorted(pairs[order], torch.arange(count, device=ids.device), right=True).to(torch.int32)
+        rows = x[order if w.projection == "down" else order // w.top_k]
+        scale = shared["scalings"][pairs[order] // w.experts].to(w.dtype)[:, None]
+        h = grouped_mm(rows, a.view(count, -1, w.D).transpose(1, 2), ends)
+        width = w.N // w.groups
+        parts = [
+            grouped_mm(
+                h[:, g * w.rank : (g + 1) * w.rank] * scale,
+                b.view(count, w.N, w.rank)[:, g * width : (g + 1) * width].transpose(1, 2),
+                ends,
+            )
+            for g in range(w.groups)
+        ]
+        return base.index_add(0, order, torch.cat(parts, 1) if w.groups > 1 else parts[0])
+
+    return forward
+
+
+def tensors(t: dict) -> tuple:
+    return t["x"], t["lora_a"], t["lora_b"], t["base"]
+
+
+def made(w, device, most: int) -> list[dict]:
+    count = measure.sets_for(workloads.bytes_per_set(w), most=most)
+    return [workloads.random_set(w, device, seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize("case", workloads.EXPERTS, indirect=True, ids=lambda w: w.name)
+def test_delta(case, contender, device, figure, timer, request):
+    w, shared = case
+    t = workloads.integer_set(w, device)
+    forward = ours(w, shared) if contender == "ours" else gmm(w, shared)
+    if forward is None:
+        pytest.skip(f"{contender} has no way to run {w.name}")
+    if contender == "ours" and not torch.equal(forward(*tensors(t)), workloads.exact_delta(w, t, shared)):
+        pytest.fail(f"exactness gate on {w.name}: no figure from a wrong kernel")
+    sets = made(w, device, 2 if request.config.getoption("--tiny") else 16)
+    more = {}
+    if contender == "ours":
+        import grouped_lora_ops
+
+        def plan():
+            return grouped_lora_ops.expert_plan(shared["expert_ids"], shared["adapter_ids"], w.experts, w.slots)
+
+        given = ours(w, shared, plan())
+        more["plan_us"] = timer.graph_us([plan] * 4, rounds=5)
+        more["given_us"] = timer.graph_us([lambda t=t: given(*tensors(t)) for t in sets])
+        more["host_us"], more["host_median_us"] = timer.host_us(lambda: forward(*tensors(sets[0])))
+    else:
+        got, want = forward(*tensors(sets[0])), ours(w, shared)(*tensors(sets[0]))
+        error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+        assert error < 3e-2, f"torch's grouped_mm is off by {error:.3g} of the largest value"
+    figure(w, "expert_delta", contender, timer.graph([lambda t=t: forward(*tensors(t)) for t in sets]), **more)
+
+
+@pytest.mark.parametrize("case", workloads.TRAINING, indirect=True, ids=lambda w: w.name)
+def test_train(case, contender, device, figure, timer, request):
+    """y and the gradients of x, A, B and base in one graph; peak memory of one eager step beyond its inputs."""
+    w, shared = case
+    forward = ours(w, shared) if contender == "ours" else gmm(w, shared)
+    if forward is None:
+        pytest.skip(f"{contender} has no way to run {w.name}")
+    generator = torch.Generator(device).manual_seed(3)
+
+    def step(forward, t, grad):
+        leaves = [v.detach().requires_grad_() for v in tensors(t)]
+
+        def call():
+            y = forward(*leaves)
+            return y, *torch.autograd.grad(y, leaves, grad)
+
+        return call
+
+    if contender == "ours":
+        t = {name: v.sign() for name, v in workloads.integer_set(w, device).items()}
+        grad = torch.randint(-1, 2, t["base"].shape, device=device, generator=generator).to(w.dtype)
+        wide = {name: v.double() for name, v in t.items()}
+        exact = step(lambda x, a, b, base: workloads.float64_delta(w, x, a, b, base, shared), wide, grad.double())()
+        for name, got, want in zip(("y", "x", "lora_a", "lora_b", "base"), step(forward, t, grad)(), exact, strict=True):
+            if not torch.equal(got, want.float().to(w.dtype)):
+                pytest.fail(f"exactness gate on {w.name}: {name}: no figure from a wrong kernel")
+        del wide, exact
+    sets = made(w, device, 2)
+    grad = torch.randn(sets[0]["base"].shape, device=device, dtype=w.dtype, generator=generator)
+    calls = [step(forward, t, grad) for t in sets]
+    ways = {"gmm" if contender == "torch" else "": calls}
+    shortlist(timer, ways)
+    peak, eager = timer.peak_mib(calls[0]), timer.eager_us(calls)
+    figure(w, "expert_train", contender, timer.graph(calls), peak_mib=peak, eager_us=eager)

@@ -1,0 +1,52 @@
+"""The expert workloads: their floors are the published ones, their gate catches a wrong kernel, the tuning script runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench import expert_workloads as workloads  # noqa: E402
+from grouped_lora_ops import reference  # noqa: E402
+
+
+@pytest.mark.parametrize("w", workloads.TARGETS, ids=lambda w: w.name)
+def test_floors_are_the_published_ones(w):
+    """To what another draw of the routing may change: experts that occur at T = 8 are 49 or 58, not 49 or 54."""
+    assert math.isclose(workloads.floor_us(w), w.published_floor, rel_tol=0.08, abs_tol=0.06)
+
+
+def test_routing_is_a_top_k():
+    for w in workloads.EXPERTS:
+        if w.T <= 256:
+            ids, adapters = workloads.routing(w)
+            assert ids.shape == (w.T, w.top_k) and adapters.shape == (w.T,)
+            assert all(len(set(row)) == w.top_k and min(row) >= 0 and max(row) < w.experts for row in ids.tolist())
+
+
+@pytest.mark.parametrize("projection", ["gate_up", "down"])
+def test_the_exact_answer_is_the_references(projection):
+    """What gates the figures on a GPU, against the library's own definition."""
+    w = next(w for w in workloads.TARGETS if w.projection == projection and w.slots == 4 and w.T == 8).tiny()
+    shared, t = workloads.shared_inputs(w, torch.device("cpu")), workloads.integer_set(w, torch.device("cpu"))
+    ids = (shared["expert_ids"], shared["adapter_ids"], shared["scalings"])
+    want = reference.expert_delta(t["x"], t["lora_a"], t["lora_b"], *ids, base=t["base"])
+    assert torch.equal(workloads.exact_delta(w, t, shared), want)
+
+
+def test_the_tuning_script_runs(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "tune.json"
+    command = [sys.executable, "-W", "ignore", "-m", "bench.tune_experts", "--out", str(out), "--tiny", "--quick", "--rounds", "1"]
+    done = subprocess.run([*command, "-k", "dsv3-down-r32-S1-T1"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(out.read_text())
+    assert rows and all("wrong" not in row and row["rows"][0]["us"] > 0 for row in rows)
