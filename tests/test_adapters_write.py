@@ -18,7 +18,7 @@ from adapter_cases import CONFIG, PREFIX, TENSORS, assert_same_deltas, ours, ran
 from tiny_models import CONFIGS, transformers_model
 
 from grouped_lora_ops import layouts
-from grouped_lora_ops.adapters import Base, LoraModule, base_hash, read_adapter, write, write_adapter
+from grouped_lora_ops.adapters import Base, LoraModule, base_hash, read, read_adapter, write, write_adapter
 from grouped_lora_ops.adapters.forms import alpha_of, uniform
 
 BASE = Base("org/model", revision="abc123")
@@ -239,6 +239,27 @@ def test_the_marker(written):
     assert read_problems(path, model) == ["grouped_lora_ops.json is missing, but .complete names it."]
     (path / ".complete").write_text("")  # another tool's empty marker
     read_adapter(path, model)
+
+
+def test_a_directory_that_is_written_to_while_it_is_read(written, monkeypatch):
+    path, model = written
+    real = read._read_tensors
+
+    def slow(file, problems):
+        tensors = real(file, problems)
+        write_adapter(path, random_adapter(model, ["q_proj"], seed=1), model, base=BASE)
+        return tensors
+
+    monkeypatch.setattr(write, "read_directory", lambda *args, **options: random_adapter(model, ["q_proj"], seed=1))
+    monkeypatch.setattr(read, "_read_tensors", slow)
+    assert read_problems(path, model) == ["the directory was written to while it was read."]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file modes")
+def test_files_are_as_readable_as_others(written):
+    modes = {file.stat().st_mode & 0o777 for file in written[0].iterdir()}
+    (written[0] / "other").write_text("")
+    assert modes == {(written[0] / "other").stat().st_mode & 0o777}
 
 
 def test_the_pin(written, tmp_path):

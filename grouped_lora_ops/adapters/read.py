@@ -101,6 +101,7 @@ def read_directory(path: Path, model=None, *, base=None, expert_order=None, expe
                 )
             )
     problems: list[str] = []
+    before = _state(path)
     stamp = _check_marker(path, problems, finished)
     config = read_config(path / CONFIG, problems, parameters=model is not None)
     pinned = _read_pin(stamp, base, problems)
@@ -118,9 +119,16 @@ def read_directory(path: Path, model=None, *, base=None, expert_order=None, expe
             reading.check_complete()
         if not modules and not experts and not problems:
             problems.append(f"{TENSORS} holds no LoRA factors.")
+    if _state(path) != before:
+        problems.append("the directory was written to while it was read.")
     if problems:
         raise report(f"read_adapter: {path} cannot be read as it is; nothing was loaded:", problems)
     return Adapter(path, MappingProxyType(config), MappingProxyType(modules), MappingProxyType(experts), pinned)
+
+
+def _state(path: Path) -> list[bytes | None]:
+    """What an export changes before and after everything else."""
+    return [file.read_bytes() if file.is_file() else None for file in (path / COMPLETE, path / STAMP)]
 
 
 def file_hash(file: Path) -> str:

@@ -197,7 +197,9 @@ def _check_own_place(places: list[tuple[str, str]]) -> None:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():  # directories cannot be opened there
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -213,15 +215,9 @@ def _write(path: Path, tensors, config, stamp, temporary: list[Path]) -> None:
     safetensors.torch.save_file(tensors, directory / TENSORS, metadata={"format": "pt"})
     for name, value in ((CONFIG, config), (STAMP, stamp)):
         (directory / name).write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.chmod(directory / TENSORS, (directory / CONFIG).stat().st_mode)  # safetensors makes files that only the owner reads
     for name in (TENSORS, CONFIG, STAMP):
-        os.chmod(directory / name, 0o666 & ~_umask())
         _sync(directory / name)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _rename(path: Path, directory: Path) -> None:
@@ -268,14 +264,11 @@ def _same_expert(a: ExpertModule, b: ExpertModule, form: str) -> bool:
 
 def _mark(path: Path) -> None:
     hashes = {name: file_hash(path / name) for name in (CONFIG, STAMP, TENSORS)}
-    handle, name = tempfile.mkstemp(prefix=".writing-", dir=path)
+    made = path / f".writing-{os.getpid()}{COMPLETE}"
     try:
-        with os.fdopen(handle, "w") as stream:
-            json.dump({"sha256": hashes}, stream, indent=2)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path / COMPLETE)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        made.write_text(json.dumps({"sha256": hashes}, indent=2) + "\n", encoding="utf-8")
+        _sync(made)
+        os.replace(made, path / COMPLETE)
+    finally:
+        made.unlink(missing_ok=True)
     _sync(path)
