@@ -21,13 +21,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    from . import _launcher
 
-    _launcher.setup(1, Tensor, Tensor.__dlpack_c_exchange_api__)
-except (ImportError, AttributeError, RuntimeError):  # not built, or from an older launcher.c; another DLPack
-    _launcher = None
+def _built_launcher():
+    """csrc/launcher.c as a module, if it was built, fits this torch and reads a tensor right."""
+    try:
+        from . import _launcher
 
+        _launcher.setup(1, Tensor, Tensor.__dlpack_c_exchange_api__)
+        probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu").t()
+        read = _launcher.describe((probe, None))
+    except (ImportError, AttributeError, RuntimeError, ValueError):  # not built, or from an older launcher.c; another DLPack
+        return None
+    wanted = struct.pack("=c5B2i4qc", b"t", 0, probe.data_ptr() % 16 == 0, 2, 2, 32, 1, 0, 3, 2, 1, 3, b"n")
+    return _launcher if read == wanted else None
+
+
+_launcher = _built_launcher()
 MAX_ATTRIBUTES = 2
 _CLUSTER, _STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # CUfunction_attribute
