@@ -464,6 +464,33 @@ def test_experts_that_have_no_factors_in_some_layer(tmp_path):
     directory.read(model)
 
 
+def test_everything_that_is_wrong_is_in_one_report(tmp_path):
+    """Missing, extra, orphaned, of a wrong shape, not finite, ambiguous: all the problems of one file."""
+    model = model_of(6, 6, layers=2)
+    attention = "model.layers.0.self_attn"
+    directory = Directory(tmp_path / "a", target_modules=["q_proj", "o_proj", "k_proj"], target_parameters=["down_proj"])
+    a, b = directory.pair(f"{attention}.q_proj", 6, 32)
+    b[3, 1] = torch.inf
+    directory.add(f"{attention}.o_proj", "A", 2, 32)
+    directory.pair(f"{attention}.k_proj", 6, 17)
+    directory.pair("model.layers.0.mlp.gate", 6, 3)
+    directory.add(EXPERTS, "A", 6, 6), directory.add(EXPERTS, "B", 6, 6)
+    problems = sorted(directory.problems(model))
+    name = f"{PREFIX}{attention}"
+    missing = "is among the targets, but has no factors."
+    assert problems == sorted(
+        [
+            f"{name}.q_proj.lora_B.weight holds NaN or Inf.",
+            f"{name}.o_proj.lora_A.weight has no lora_B beside it.",
+            f"{name}.k_proj.lora_B.weight must be [16, 2] by the configuration and the model; got [17, 2].",
+            "model.layers.0.mlp.gate cannot be adapted: the router's logits are not adapted: no op of this library reads such an adapter.",
+            *(f"model.layers.1.self_attn.{leaf}_proj {missing}" for leaf in "qok"),
+            f"model.layers.1.mlp.experts.down_proj {missing}",
+            next(p for p in problems if "nothing says whether A and B are exchanged" in p),
+        ]
+    )
+
+
 @pytest.mark.parametrize(
     "module, reason",
     [

@@ -8,13 +8,13 @@ import warnings
 import pytest
 import torch
 from adapter_cases import Directory, assert_same_deltas, ours, theirs
-from tiny_models import CONFIGS, transformers_model
+from tiny_models import CONFIGS, real_models, transformers_model
 
 from grouped_lora_ops import layouts
 from grouped_lora_ops.adapters import read_adapter
 
-peft = pytest.importorskip("peft", reason="the real peft library is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
+peft = pytest.importorskip("peft", minversion="0.19.1", reason="the real peft library is not installed")
+real_models()
 
 ATTENTION = {
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import torch.multiprocessing as mp
 from adapter_cases import CONFIG, PREFIX, TENSORS, assert_same_deltas, ours, random_adapter, theirs
-from tiny_models import CONFIGS, transformers_model
+from tiny_models import CONFIGS, real_models, transformers_model
 
 from grouped_lora_ops import layouts
 from grouped_lora_ops.adapters import Base, LoraModule, base_hash, read, read_adapter, write, write_adapter
@@ -45,8 +45,8 @@ def test_round_trip(name, form, tmp_path):
 @pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("kimi_k2",)])
 def test_peft_loads_what_is_written(name, tmp_path):
     """Every projection of every architecture, with ranks and scalings of their own, into the real model class."""
-    peft = pytest.importorskip("peft")
-    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft", minversion="0.19.1")
+    real_models()
     model = layouts.of(CONFIGS[name])
     adapter = random_adapter(model)
     modules, experts = dict(adapter.modules), dict(adapter.experts)

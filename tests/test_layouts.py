@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import CONFIGS, transformers_config, transformers_model
+from tiny_models import CONFIGS, real_models, transformers_config, transformers_model
 
 from grouped_lora_ops import layouts
 from grouped_lora_ops.layouts import Layout, Projection, Shard, Share, Status, size
@@ -34,7 +34,7 @@ V4_TARGETS = ["self_attn." + leaf for leaf in ("q_a_proj", "q_b_proj", "kv_proj"
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_weight_of_the_real_model_is_declared_or_refused(name):
     """Names and shapes are the class's own, none is missing, and no other linear or 3-D parameter is left unmentioned."""
-    pytest.importorskip("transformers")
+    real_models()
     real, model = transformers_model(name, "meta"), layouts.of(CONFIGS[name])
     assert layouts.of(transformers_config(name)).projections == model.projections or name == "kimi_k2"
     parameters = dict(real.named_parameters())

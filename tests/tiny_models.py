@@ -48,6 +48,13 @@ CONFIGS = {
 CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"] | dict(model_type="kimi_k2")
 
 
+def real_models():
+    """Skip unless a transformers is there whose classes are the ones that layouts describe."""
+    import pytest
+
+    return pytest.importorskip("transformers", minversion="5.24", reason="transformers ≥ 5.24 is not installed")
+
+
 def transformers_config(name: str):
     """The same configuration as transformers builds it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

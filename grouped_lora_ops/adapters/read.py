@@ -216,6 +216,11 @@ def _read_tensors(file: Path, problems: list[str]) -> dict[str, Tensor]:
         return {}
 
 
+def _wrapped(place: Place | Fused | None) -> bool:
+    """Whether a module holds a pair of peft's for a 3-D parameter."""
+    return isinstance(place, Place) and place.form in ("inner", "outer")
+
+
 @dataclass
 class _Reading:
     """One directory while it is read: factors by module path, and what each path means in the model."""
@@ -261,7 +266,7 @@ class _Reading:
                         self.problems.append(f"{taken[same]} and {self.factors[module][factor].name} are the same factor.")
                     taken.setdefault(same, self.factors[module][factor].name)
         for module, place in self.places.items():
-            if isinstance(place, Place) and place.form in ("inner", "outer"):
+            if _wrapped(place):
                 self._name_parameter(module, place)
 
     def _name_parameter(self, module: str, place: Place) -> None:
@@ -294,7 +299,7 @@ class _Reading:
             if matched:
                 seen_targets.update(matched)
                 continue
-            if module in self.parameters or getattr(self.places.get(module), "form", "") in ("inner", "outer"):
+            if _wrapped(self.places.get(module)):
                 if module in self.parameters:
                     self.problems.append(f"{module} holds the factors of {parameter}, which is not among target_parameters.")
                 continue
@@ -372,7 +377,7 @@ class _Reading:
             if isinstance(place, Fused) or place.projection.experts is None:
                 continue
             rank, scaling = self.resolve(module)
-            if place.form in ("inner", "outer"):
+            if _wrapped(place):
                 if module not in self.parameters:
                     continue
                 leaf = self.parameters[module].rpartition(".")[2]
@@ -400,16 +405,17 @@ class _Reading:
 
     def check_complete(self) -> None:
         """Every module of the model that the configuration targets has its factors."""
-        if self.problems:
+        if not self.factors:
             return
         have = {p.path for place in self.places.values() for p in (place.members if isinstance(place, Fused) else (place,))}
         have |= {self._canonical(parameter) for parameter in self.parameters.values()}
+        unclear = {p.path for module, p in self.places.items() if _wrapped(p) and module not in self.parameters}
         prefix = self._file_prefix()
         per_expert = any(isinstance(p, Place) and p.form == "expert" for p in self.places.values())
         for place in self.model.places([p.path for p in self.model.projections]):
-            if place.path in have:
-                continue
             p = place.projection
+            if place.path in have or place.path.removesuffix(f".{p.facts.leaf}") in unclear:
+                continue
             spelled = [f"{prefix}.{place.layer}.{name}" for name in self.model.layout.names(p.facts)]
             if p.experts is None:
                 expected = any(targeted(s, self.config) or parameters_naming(f"{s}.weight", self.config) for s in spelled)
