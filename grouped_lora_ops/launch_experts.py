@@ -130,6 +130,11 @@ class ExpertWgradConfig:
     num_stages: int
 
 
+def narrow(arch: str) -> bool:
+    """Whether a block has 99 KB of shared memory only (consumer GPUs), not 163 or more."""
+    return int(arch.removeprefix("sm_")) not in (80, 87, 90, 100, 101, 103, 110)
+
+
 def pairs(experts: int, slots: int) -> int:
     """(expert, slot) pairs, each expert's routes without an adapter being a pair of their own."""
     return experts * (slots + 1)
@@ -340,6 +345,9 @@ def linear_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertLinearC
         chosen.update(block_n=min(chosen["block_n"], 64), block_k=32, num_stages=min(chosen["num_stages"], 3))
         chosen["block_m"] = min(block_m, 64)
     chosen["tiles"] = tiles * (block_m // chosen["block_m"])
+    if narrow(p.arch):
+        chosen["block_n"] = min(chosen["block_n"], 128)
+        chosen["num_stages"] = min(chosen["num_stages"], 3)
     return ExpertLinearConfig(**chosen)
 
 

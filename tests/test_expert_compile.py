@@ -1,0 +1,40 @@
+"""The expert kernels compile for GPUs that are not here, within their shared memory, without spills, with 16-byte loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+KB = 1024
+# arch: multiprocessors, shared memory of a block, how much is compiled
+TARGETS = {"sm_90": (132, 227 * KB, "all"), "sm_120": (170, 99 * KB, "quick")}
+PRODUCTS = ("expert_shrink_kernel", "expert_expand_kernel", "expert_delta_kernel", "expert_linear_kernel")
+ROWS = ("activation_kernel", "activation_backward_kernel", "combine_kernel", "weighted_kernel", "row_dot_kernel")
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_they_fit(arch, tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    sms, shared, how = TARGETS[arch]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    command = [sys.executable, str(ROOT / "tests/compile_experts.py"), arch, str(sms), how]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    found = {k["kernel"] for k in lines}
+    assert {*PRODUCTS, "rank_kernel", "tiles_kernel", "count_kernel", "place_kernel", "combine_kernel"} <= found
+    for k in lines:
+        assert k["shared"] <= shared, k
+        assert k["stack"] <= (0 if arch == "sm_90" else 64), k
+        constants = k["constants"]  # the backward reads A and B across their rows
+        if k["kernel"] in PRODUCTS and constants.get("A_UNIT", 4) == 4 and constants.get("B_UNIT", 4) in (4, -1):
+            assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k
+        if k["kernel"] in ROWS:
+            assert k["narrow"] == 0 and k["narrow stores"] == 0, k
