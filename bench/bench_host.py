@@ -43,9 +43,9 @@ def pieces(case):
     yield "… the ordinary way", infer, lambda: implementation.__wrapped__(*positional)
     yield f"… describe ({'C' if driver._launcher else 'Python'})", infer, lambda: driver.describe(positional)
     if found is not None:
-        made = tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in found.made])
+        made = found.allocate()
         stream = driver.stream_of(found.device)
-        yield f"… {len(made)} allocations", infer, lambda: [torch.empty(s, dtype=d, device=v) for s, d, v in found.made]
+        yield f"… {len(made)} allocations", infer, found.allocate
         yield "… all launches", infer, lambda: driver.run(found.call, stream, positional, made)
 
 

@@ -21,7 +21,7 @@ typedef struct {
 } Exchange;
 
 /* ---- the driver's launch, as cuda.h lays it out ---- */
-typedef struct { int32_t id, pad; union { uint32_t dim[3]; int32_t flag; unsigned char size[64]; } value; } Attribute;
+typedef struct { int32_t id, pad; union { uint32_t dim[3]; int32_t flag; void *align; unsigned char size[64]; } value; } Attribute;
 typedef struct { uint32_t grid[3], block[3], shared; void *stream; Attribute *attributes; uint32_t count; } Config;
 enum { CLUSTER = 4, STREAM_SERIALIZATION = 6 };
 typedef int (*LaunchKernel)(const Config *, void *function, void **parameters, void **extra);

@@ -35,11 +35,26 @@ class Prepared:
     __slots__ = ("made", "call", "device", "hooked")
 
     def __init__(self, tape: driver.Tape, apart: tuple):
-        self.made = [(tuple(t.shape), t.dtype, t.device) for t in tape.made]
+        self.made = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tape.made]
         self.device = tape.args[0].get_device()
         self.hooked = tape.hooked
         operands = len(tape.args) + len(tape.made)
         self.call = driver.call(driver.ensure_context(), operands, tuple(tape.launches), apart)
+
+    def allocate(self) -> tuple:
+        """The result and scratch. torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
+        empty = torch.empty_strided
+        return tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
+
+    def repeat(self, args: tuple) -> tuple | None:
+        """Allocate and launch; returns the allocations, or None where out may overlap an operand: nothing was launched."""
+        made = self.allocate()
+        code = driver.run(self.call, driver.stream_of(self.device), args, made)
+        if code:
+            if code < 0:
+                return None
+            driver.check(code, "a kernel launch failed")
+        return made
 
 
 def forget() -> None:
@@ -78,7 +93,6 @@ def prepared(run: Callable) -> Callable:
     table: dict = {}
     _tables.append(table)
     ordinary = on_device(run)
-    empty = torch.empty
 
     @functools.wraps(run)
     def call(*args, **kwargs):
@@ -88,11 +102,7 @@ def prepared(run: Callable) -> Callable:
         found = table.get(key)
         if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
             return _record(ordinary, args, key, table, 0)
-        made = tuple([empty(shape, dtype=dtype, device=device) for shape, dtype, device in found.made])
-        code = driver.run(found.call, driver.stream_of(found.device), args, made)
-        if code:
-            driver.check(code, f"{run.__name__}: a kernel launch failed")
-        return made[0]
+        return found.repeat(args)[0]
 
     call.table = table
     return call
@@ -105,7 +115,6 @@ def prepared_in_place(operands: int) -> Callable:
         table: dict = {}
         _tables.append(table)
         ordinary = on_device(run)
-        empty = torch.empty
         increment_version, grad_enabled = torch.autograd.graph.increment_version, torch.is_grad_enabled
 
         @functools.wraps(run)
@@ -118,12 +127,8 @@ def prepared_in_place(operands: int) -> Callable:
             found = table.get(key)
             if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
                 return _record(ordinary, args, key, table, operands)
-            made = tuple([empty(shape, dtype=dtype, device=device) for shape, dtype, device in found.made])
-            code = driver.run(found.call, driver.stream_of(found.device), args, made)
-            if code:
-                if code < 0:  # may overlap: the exact check decides
-                    return ordinary(*args)
-                driver.check(code, f"{run.__name__}: a kernel launch failed")
+            if found.repeat(args) is None:  # may overlap: the exact check decides
+                return ordinary(*args)
             increment_version(args[0])
 
         call.table = table
