@@ -30,6 +30,7 @@ class Problem:
     out_features: int  # of one group; the largest slice with out_sizes
     rank: int
     slots: int
+    shared_a: bool = False  # one A for several groups that each have an input
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,32 @@ class FusedConfig:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """A kernel of csrc/delta.cu, by its four sizes, and how the work is dealt out."""
+
+    tiles: int  # clusters along the rows
+    block_m: int  # rows of a tile
+    ranks: int  # the most it can do
+    rank_split: int  # blocks of a cluster that share r
+    block_n: int
+    merged: int = 1  # groups whose rows share a tile, a power of 2
+    spread: int = 1  # clusters that share N
+    cluster: int = 8  # blocks
+    overlap: bool = True  # programmatic dependent launch
+
+    @property
+    def kernel(self) -> str:
+        return f"{self.block_m}_{self.ranks}_{self.rank_split}_{self.block_n}"
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
-    """One launch (fused) or two (shrink, then expand)."""
+    """One launch (fused) or two (shrink, then expand); before them cuda, where it is given and the layout fits it."""
 
     fused: FusedConfig | None
     shrink: ShrinkConfig | None
     expand: ExpandConfig | None
+    cuda: CudaConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -313,14 +334,52 @@ def _fused(p: Problem) -> FusedConfig | None:
     return None
 
 
+# The kernels that csrc/delta.cu instantiates: (rows, ranks, splits of r, columns of N a step).
+CUDA_KERNELS = ((16, 16, 1, 128), (16, 32, 1, 128), (16, 64, 1, 128), (16, 64, 2, 128), (16, 64, 2, 64), (16, 128, 2, 64))
+CUDA_TOKENS = 256  # it sorts the ids with a thread a token
+
+
+def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spread: int = 1, overlap: bool = True) -> CudaConfig:
+    block_m, ranks, rank_split, block_n = kernel
+    merged = p.groups if merge else 1
+    return CudaConfig(
+        tiles=tile_count(block_m // merged, p.tokens, p.slots, p.slots == 1),
+        block_m=block_m,
+        ranks=ranks,
+        rank_split=rank_split,
+        block_n=block_n,
+        merged=merged,
+        spread=spread,
+        cluster=PARTS * rank_split if has_pdl(p.arch) else 1,
+        overlap=overlap and has_pdl(p.arch),
+    )
+
+
+def _cuda(p: Problem) -> CudaConfig | None:
+    """csrc/delta.cu where it was faster than the Triton kernels on an H200: a few rows."""
+    if p.arch != "sm_90" or p.itemsize != 2 or p.rank > 64 or p.tokens > 8 or p.in_features < 1024:
+        return None
+    kernel = (16, 16, 1, 128) if p.rank <= 16 else (16, 32, 1, 128) if p.rank <= 32 else (16, 64, 2, 128)
+    blocks = cdiv(p.out_features, kernel[3] * PARTS * kernel[2])
+    spread = max(1, min(4, blocks, p.sms // (PARTS * kernel[2] * p.groups)))
+    return cuda(p, kernel, spread=spread)
+
+
 def delta(p: Problem) -> DeltaConfig:
-    """One launch (fused) for long batches; else a shrink, split over D while its programs are few, then an expand."""
+    """A few rows: csrc/delta.cu. Long batches: one launch (fused). Else a shrink, split over D while its programs are few,
+    then an expand. Where csrc/delta.cu cannot be had or the layout does not fit it, what would be chosen without it."""
     for rule in table(p.arch).get("delta", ()):
         if _matches(rule["when"], p):
+            if "cuda" in rule:
+                return replace(_triton(p), cuda=cuda(p, **rule["cuda"]) if rule["cuda"] else None)
             if "fused" in rule:
                 return DeltaConfig(fused(p, **rule["fused"]), None, None)
             first = replace(shrink(p, split=rule["split"]), pdl=has_pdl(p.arch))
             return DeltaConfig(None, _retile(first, p, rule["shrink"]), _retile(expand(p, pdl=has_pdl(p.arch)), p, rule["expand"]))
+    return replace(_triton(p), cuda=_cuda(p))
+
+
+def _triton(p: Problem) -> DeltaConfig:
     one = _fused(p)
     if one is not None:
         return DeltaConfig(one, None, None)
@@ -381,7 +440,8 @@ def table(arch: str) -> dict:
     {"delta": [{"when": {"rank": [64, 64], "work": [4096, 8191]}, "split": false, "shrink": {"block_m": 16},
     "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
     hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
-    the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. A rule may not change what fixes a row's bits:
+    the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. "cuda": null in their place keeps csrc/delta.cu out,
+    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it. A rule may not change what fixes a row's bits:
     chunk, chunks and rank_block.
     """
     path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"

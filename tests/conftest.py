@@ -102,7 +102,8 @@ def fresh_choices():
 def force(monkeypatch):
     """force("plan fused tall") makes the launch choice at sizes that would choose otherwise.
 
-    plan: rows come from a plan at any T. fused, split, whole: delta in one launch, or two with the sum over D cut or
+    cuda: csrc/delta.cu (on a GPU), with merged: the groups' rows in one tile, spread: two clusters share N, early: not
+    started before the kernel ahead has ended, split2: its blocks split r. plan: rows come from a plan at any T. fused, split, whole: delta in one launch, or two with the sum over D cut or
     not. tall: 64-row tiles and several blocks of N a program.
     """
     from grouped_lora_ops import launch
@@ -126,6 +127,17 @@ def force(monkeypatch):
         if "fused" in words:
             block_m = 64 if "tall" in words else 16
             monkeypatch.setattr(launch, "delta", lambda p: launch.DeltaConfig(fused(p, block_m), None, None))
+        elif "cuda" in words:
+
+            def choose(p):
+                two = launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))
+                able = [k for k in launch.CUDA_KERNELS if k[1] >= p.rank and (k[2] > 1 or "split2" not in words)]
+                if p.itemsize != 2 or p.tokens > launch.CUDA_TOKENS or not able:
+                    return two
+                merge = "merged" in words and p.shared_a and p.groups in (2, 4, 8)
+                return replace(two, cuda=launch.cuda(p, able[0], merge, 1 + ("spread" in words), "early" not in words))
+
+            monkeypatch.setattr(launch, "delta", choose)
         elif "split" in words:
             monkeypatch.setattr(
                 launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))

@@ -53,9 +53,11 @@ def contiguous(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.stride(0) == 1 else t.contiguous()
 
 
-def problem(t: Tensor, tokens: int, groups: int, in_features: int, out_features: int, rank: int, slots: int):
+def problem(
+    t: Tensor, tokens: int, groups: int, in_features: int, out_features: int, rank: int, slots: int, shared_a: bool = False
+) -> launch.Problem:
     arch, sms = facts(t)
-    return launch.Problem(arch, sms, t.element_size(), tokens, groups, in_features, out_features, rank, slots)
+    return launch.Problem(arch, sms, t.element_size(), tokens, groups, in_features, out_features, rank, slots, shared_a)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
-from . import common
+from . import common, delta_cuda
 from .expand import fill_base, grad_b, grad_h, output_shape
 from .prepared import prepared, prepared_in_place
 from .shrink import backward as shrink_backward
@@ -77,7 +77,7 @@ def delta_(
 
 
 def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks, plan, copy):
-    """Write out by our kernels: one launch or two, as launch.delta says."""
+    """Write out by our kernels: one launch or two, CUDA or Triton, as launch.delta says."""
     if out.numel() == 0:
         return
     if dims.rank == 0 or dims.slots == 0 or dims.in_features == 0:
@@ -90,10 +90,12 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     xg, ag, bg, outg = common.grouped(x, 3), common.grouped(lora_a, 4), common.grouped(lora_b, 4), common.grouped(out, 3)
     baseg = outg if base is out else None if base is None else common.grouped(base, 3)
     sizes = dims.out_sizes if dims.h_grouped else None
-    problem = common.problem(
-        x, dims.tokens, dims.groups, dims.in_features, dims.out_features if sizes is None else max(sizes), dims.rank, dims.slots
-    )
+    widest, shared_a = dims.out_features if sizes is None else max(sizes), ag.shape[1] == 1 and xg.shape[1] > 1
+    problem = common.problem(x, dims.tokens, dims.groups, dims.in_features, widest, dims.rank, dims.slots, shared_a)
     config = common.configured(launch.delta, problem)
+    if config.cuda is not None and delta_cuda.fits(xg, ag, bg, baseg, outg, sizes):
+        if delta_cuda.delta(name, xg, ag, bg, baseg, outg, adapter_ids, ranks, scalings, sizes, copy, config.cuda):
+            return
     mode = (config.fused or config.shrink).mode
     plan = common.plan_for(adapter_ids, dims.slots, plan, mode == launch.PLAN)
     if config.fused is not None:
