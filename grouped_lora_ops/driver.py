@@ -27,12 +27,12 @@ def _built_launcher():
     try:
         from . import _launcher
 
-        _launcher.setup(1, Tensor, Tensor.__dlpack_c_exchange_api__)
+        _launcher.setup(2, Tensor, Tensor.__dlpack_c_exchange_api__)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu").t()
         read = _launcher.describe((probe, None))
     except (ImportError, AttributeError, RuntimeError, ValueError):  # not built, or from an older launcher.c; another DLPack
         return None
-    wanted = struct.pack("=c5B2i4qc", b"t", 0, probe.data_ptr() % 16 == 0, 2, 2, 32, 1, 0, 3, 2, 1, 3, b"n")
+    wanted = struct.pack("=c5B2i4qc", b"t", 0, probe.data_ptr() & -probe.data_ptr() & 15, 2, 2, 32, 1, 0, 3, 2, 1, 3, b"n")
     return _launcher if read == wanted else None
 
 
@@ -148,7 +148,7 @@ def pack(layout: str, values: Sequence) -> tuple[bytes, list[tuple[int, Tensor]]
 def describe_in_python(args: tuple):
     """A key of everything that checks and launch choices read of a call's arguments: None where there is no such key.
 
-    Of a tensor: shape, strides, dtype, device, whether its address is a multiple of 16, and which arguments share an
+    Of a tensor: shape, strides, dtype, device, the alignment of its address up to 16 bytes, and which arguments share an
     address. An int and a list of int by value. Addresses and contents are no part of it.
     """
     key, seen = [], []
@@ -158,7 +158,7 @@ def describe_in_python(args: tuple):
         elif isinstance(value, Tensor):
             address = value.data_ptr()
             seen.append(address)
-            key.append((value.shape, value.stride(), value.dtype, value.get_device(), address % 16 == 0))
+            key.append((value.shape, value.stride(), value.dtype, value.get_device(), address & -address & 15))
         elif type(value) is int:
             key.append(value)
         elif isinstance(value, (list, tuple)) and all(type(v) is int for v in value):

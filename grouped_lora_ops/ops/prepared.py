@@ -1,8 +1,8 @@
 """Prepared calls: what an op's first call with some shapes did, repeated for later tensors of the same shapes.
 
 A CUDA implementation checks its arguments, allocates, chooses and launches; that is 150 to 250 µs of Python for a delta
-at T = 1. All of it depends on what `driver.describe` puts into a key: shapes, strides, dtypes, devices, 16-byte
-alignment, which arguments are absent and which share an address. So the first call records its allocations and launches on a
+at T = 1. All of it depends on what `driver.describe` puts into a key: shapes, strides, dtypes, devices, alignment
+up to 16 bytes, which arguments are absent and which share an address. So the first call records its allocations and launches on a
 tape, and a call with the same key allocates anew, fills in the data pointers and launches on torch's current stream.
 Contents are never part of it: ids, ranks, scalings and weights are read by the kernels.
 
