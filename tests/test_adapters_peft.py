@@ -11,7 +11,7 @@ from adapter_cases import Directory, assert_same_deltas, ours, theirs
 from tiny_models import CONFIGS, real_models, transformers_model
 
 from grouped_lora_ops import layouts
-from grouped_lora_ops.adapters import read_adapter
+from grouped_lora_ops.adapters import Base, read_adapter, write_adapter
 
 peft = pytest.importorskip("peft", minversion="0.19.1", reason="the real peft library is not installed")
 real_models()
@@ -147,3 +147,20 @@ def test_outputs_are_the_models(tmp_path):
     torch.testing.assert_close(plain(tokens).logits, want, rtol=1e-8, atol=1e-8)
     untouched = transformers_model("deepseek_v4", **eager).double()
     assert not torch.allclose(untouched(tokens).logits, want, atol=1e-3)
+
+
+def test_a_text_model_inside_a_multimodal_one(tmp_path):
+    """Paths are the real class's (model.language_model.layers), in what is read and in what is written."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32)
+    config = CONFIG_MAPPING["qwen3_5_moe"](text_config=CONFIGS["qwen3_5_moe_text"], vision_config=vision)
+    model = adapted(AutoModelForImageTextToText.from_config(config), lora("qwen3_5_moe_text"))
+    model.save_pretrained(tmp_path / "theirs")
+    layout = layouts.of(config)
+    adapter = read_adapter(tmp_path / "theirs", layout)
+    assert_same_deltas(ours(adapter, layout), theirs(model))
+    write_adapter(tmp_path / "ours", adapter, layout, base=Base("org/model", "1"))
+    loaded = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_config(config), tmp_path / "ours")
+    assert_same_deltas(theirs(loaded), theirs(model))

@@ -65,6 +65,28 @@ def test_every_weight_of_the_real_model_is_declared_or_refused(name):
             assert real.get_submodule(f"model.layers.0.{p.path}").n_groups == p.groups
 
 
+@pytest.mark.parametrize("name", [t for layout in layouts.known() for t in layout.model_types])
+def test_default_sizes_of_the_real_classes(name):
+    """The sizes that transformers' own default configurations have, multimodal classes included, on the meta device."""
+    transformers = real_models()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        assert name == "kimi_k2"  # comes with code of its own
+        return
+    config = CONFIG_MAPPING[name]()
+    kind = "ImageTextToText" if name in ("kimi_k25", "qwen3_5_moe") else "CausalLM"
+    with torch.device("meta"):
+        parameters = dict(getattr(transformers, f"AutoModelFor{kind}").from_config(config).named_parameters())
+    model = layouts.of(json.loads(config.to_json_string(use_diff=False)))
+    for place in model.places([p.path for p in model.projections]):
+        p = place.projection
+        shape = [p.total_out, p.in_features]
+        if p.experts is not None:
+            shape = [p.experts, *(shape[::-1] if model.layout.experts.transposed else shape)]
+        assert list(parameters[place.path if p.experts else f"{place.path}.weight"].shape) == shape, place.path
+
+
 def test_status_and_reason():
     by_status = {s: [k.name for k in layouts.known() if k.status is s] for s in Status}
     assert by_status[Status.UNSTABLE] == []
@@ -382,5 +404,8 @@ def test_a_text_model_inside_a_multimodal_one():
     text = CONFIGS["qwen3_5_moe_text"]
     model = layouts.of({"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}})
     assert model.projections == layouts.of(text).projections
+    assert model.path(3, model.projections[0]) == "model.language_model.layers.3.self_attn.q_proj"
+    for prefix in ("model.layers", "layers", "model.language_model.layers"):
+        assert model.locate(f"{prefix}.3.self_attn.q_proj").path == "model.language_model.layers.3.self_attn.q_proj"
     kimi = layouts.of({"model_type": "kimi_k25", "text_config": CONFIGS["deepseek_v3"] | {"model_type": "unheard_of"}})
     assert kimi.layout.name == "kimi_k2"

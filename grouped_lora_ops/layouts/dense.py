@@ -7,7 +7,7 @@ from .facts import Layers, Layout, Projection, Shard, Size, Status, every_layer,
 HIDDEN = size("hidden_size")
 HEADS = size("num_attention_heads")
 KV_HEADS = size("num_key_value_heads", default=HEADS)
-HEAD_DIM = size("head_dim", default=HIDDEN // HEADS)
+HEAD_DIM = size("head_dim", default=HIDDEN.floor(HEADS))
 INTERMEDIATE = size("intermediate_size")
 
 

@@ -44,7 +44,7 @@ class Size:
             return a + b
         if self.op == "*":
             return a * b
-        if a % b:
+        if a % b and self.op != "floor":
             raise ValueError(f"{self} is not whole: {a} / {b}")
         return a // b
 
@@ -56,6 +56,10 @@ class Size:
 
     def __floordiv__(self, other):
         return Size("//", (self, other))
+
+    def floor(self, other):
+        """The quotient as transformers takes it where a config states no size of its own."""
+        return Size("floor", (self, other))
 
     def __str__(self) -> str:
         if self.op == "key":
@@ -149,7 +153,8 @@ class Layout:
     reason: str = ""  # why UNSTABLE; for the others what the status rests on
     experts: ExpertStorage | None = None
     owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other names of an owner
-    # what stands before the layer's index; the first one is written. "layers": peft was put around the inner model
+    # what may stand before a layer's index; the first one is this library's own, of a multimodal model the one that ends in
+    # language_model.layers. "layers": peft was put around the inner model
     prefixes: tuple[str, ...] = ("model.layers", "layers")
     refused: Mapping[str, str] = field(default_factory=dict)  # path below a layer: why it cannot be a target
     peft_fused: tuple[str, ...] = ()  # leaves that peft rewrites to expert parameters wherever they stand

@@ -10,6 +10,8 @@ from typing import Any
 
 from .facts import WILD, Layout, Projection, Shard
 
+TEXT_MODEL = "_text_model"  # set in a config that is the text_config of a multimodal model's
+
 
 @dataclass(frozen=True)
 class Share:
@@ -106,7 +108,7 @@ class Place:
 
     layer: int
     projection: Sized
-    path: str  # canonical: the first prefix of the layout, the layer, the projection's path
+    path: str  # canonical: the model's prefix, the layer, the projection's path
     form: str = "module"  # module; expert: one expert's 2-D module; inner, outer: 3-D parameters as peft nests them; stack: 3-D
     member: int | None = None  # 0 gate, 1 up, of an expert form; None: the whole parameter
     expert: int | None = None
@@ -139,6 +141,8 @@ class Model:
     def __init__(self, layout: Layout, config: Mapping[str, Any], name: str | None = None):
         self.layout, self.config, self.name = layout, dict(config), name or config.get("_name_or_path")
         self.num_layers: int = config["num_hidden_layers"]
+        inner = [p for p in layout.prefixes if p.endswith("language_model.layers")] if config.get(TEXT_MODEL) else []
+        self.prefix = (inner or layout.prefixes)[0]  # what stands before a layer's index in this library's paths
         self.projections: tuple[Sized, ...] = tuple(
             self._sized(p) for p in layout.projections if p.when(config) and len(p.layers(config))
         )
@@ -170,7 +174,7 @@ class Model:
         return {path: tuple(members) for path, members in found.items() if len(members) > 1}
 
     def path(self, layer: int, projection: Sized) -> str:
-        return f"{self.layout.prefixes[0]}.{layer}.{projection.path}"
+        return f"{self.prefix}.{layer}.{projection.path}"
 
     def targets(self, selectors: Sequence[str] | None = None) -> tuple[Sized, ...]:
         """The projections that selectors name, in the layout's order; without selectors the default ones.
@@ -222,7 +226,7 @@ class Model:
         """What a module path of a checkpoint means; a string is the reason why it means nothing here."""
         match = self._prefix.fullmatch(module)
         if match is None:
-            return f"is outside the decoder layers ({self.layout.prefixes[0]}.<layer>.…)"
+            return f"is outside the decoder layers ({self.prefix}.<layer>.…)"
         layer, rest = int(match["layer"]), match["rest"]
         if layer >= self.num_layers:
             return f"is in layer {layer} of a model with {self.num_layers} layers"
@@ -243,9 +247,9 @@ class Model:
                 if not rest.startswith(owner):
                     continue
                 if rest == f"{owner}.base_layer":
-                    return Place(layer, p, f"{self.layout.prefixes[0]}.{layer}.{p.facts.owner}", "inner")
+                    return Place(layer, p, f"{self.prefix}.{layer}.{p.facts.owner}", "inner")
                 if rest == owner:
-                    return Place(layer, p, f"{self.layout.prefixes[0]}.{layer}.{p.facts.owner}", "outer")
+                    return Place(layer, p, f"{self.prefix}.{layer}.{p.facts.owner}", "outer")
                 tail = rest.removeprefix(f"{owner}.")
                 if tail == rest:
                     continue
@@ -263,7 +267,7 @@ class Model:
         for path, members in self.families.items():
             if rest in self.layout.renamed(path) and layer in members[0].layers:
                 places = tuple(Place(layer, p, self.path(layer, p)) for p in members)
-                return Fused(f"{self.layout.prefixes[0]}.{layer}.{path}", places)
+                return Fused(f"{self.prefix}.{layer}.{path}", places)
         for name, reason in self.layout.refused.items():
             if any(rest == n or rest.startswith(n + ".") for n in self.layout.renamed(name)):
                 return f"cannot be adapted: {reason}"
@@ -322,7 +326,7 @@ class Model:
         out_sizes, key, kind = None, places[0].path, "plain"
         a_shape, b_shape = (slots, rank, d), (slots, sizes[0], rank)
         if family is not None:
-            kind, key, out_sizes = "fused", f"{self.layout.prefixes[0]}.{layer}.{family}", sizes
+            kind, key, out_sizes = "fused", f"{self.prefix}.{layer}.{family}", sizes
             a_shape, b_shape = (slots, len(members), rank, d), (slots, sum(sizes), rank)
         elif p.groups is not None:
             kind = "grouped"

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import deepseek, dense, moe
 from .facts import Layout, MissingKey, Shard, Status
-from .model import Model, Share
+from .model import TEXT_MODEL, Model, Share
 
 _LAYOUTS: dict[str, Layout] = {}
 
@@ -48,7 +48,7 @@ for _layout in (*dense.LAYOUTS, *moe.LAYOUTS, *deepseek.LAYOUTS):
 def read_config(source: str | os.PathLike | Mapping[str, Any] | Any) -> dict[str, Any]:
     """A model's configuration as a dictionary: from a config.json, its directory, a mapping, or an object with to_dict().
 
-    Of a multimodal model it is the text model's, with the outer model type where the inner one has no layout.
+    Of a multimodal model it is the text model's, with the outer model type if that has a layout.
     """
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
@@ -66,8 +66,8 @@ def read_config(source: str | os.PathLike | Mapping[str, Any] | Any) -> dict[str
     text = config.get("text_config")
     if isinstance(text, Mapping):
         outer = {k: config[k] for k in ("quantization_config", "_name_or_path") if config.get(k) is not None}
-        kind = text.get("model_type") if _find(text.get("model_type")) else config.get("model_type")
-        config = {**outer, **text, "model_type": kind}
+        kind = config.get("model_type") if _find(config.get("model_type")) else text.get("model_type")
+        config = {**outer, **text, "model_type": kind, TEXT_MODEL: True}
     return dict(config)
 
 
