@@ -473,6 +473,20 @@ def test_every_source_compiles_for_every_architecture_without_spills(tmp_path, s
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
     assert registers and max(registers) <= 255 and len(frames) >= len(registers)
     assert set(frames) == {("0", "0", "0")}, said
+    assert_parameters_fit(stem, tmp_path / "out.cubin")
+
+
+def assert_parameters_fit(stem, cubin):
+    """The struct that ops/<stem>_cuda.py packs is as long as the one that the kernels take."""
+    triton = importlib.util.find_spec("triton")
+    if triton is None or importlib.util.find_spec(f"grouped_lora_ops.ops.{stem}_cuda") is None:
+        return
+    tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "-elf", cubin], capture_output=True, text=True, check=True).stdout
+    sizes = {int(size, 16) for size in re.findall(r"Ordinal\s*:\s*0x0\s*Offset\s*:\s*0x0\s*Size\s*:\s*0x(\w+)", text)}
+    layout = importlib.import_module(f"grouped_lora_ops.ops.{stem}_cuda").LAYOUT
+    fields = "".join([letter * int(count or 1) for count, letter in re.findall(r"(\d*)(\w)", layout)])
+    assert sizes == {len(driver.pack(layout, [None if letter == "P" else 0 for letter in fields])[0])}
 
 
 def test_nvrtc_compiles_what_nvcc_compiles(house):
