@@ -138,6 +138,12 @@ def test_missing_files(directory):
         ("arrow_config", {"top_k": 3}),
         ("init_lora_weights", "pissa_niter_4"),
         ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("velora_config", {"num_groups": 64}),
+        ("kasa_config", {"beta": 1e-4}),
+        ("monteclora_config", {"n": 4}),
         ("init_lora_weights", 1),
         ("a_flag_of_tomorrow", True),
         ("a_number_of_tomorrow", 0),
@@ -193,6 +199,12 @@ def test_configuration_that_is_no_object(directory):
     (directory.path / "adapter_config.json").write_text('{"r": 8, "r": 16}')
     with pytest.raises(ValueError, match=r"adapter_config\.json is not readable JSON: r occurs twice\."):
         read_adapter(directory.path)
+
+
+@pytest.mark.parametrize("alpha, rslora, scaling", [(0, False, 0.0), (-4, False, -2.0), (1, True, 2**-0.5), (2 / 3, False, 1 / 3)])
+def test_any_finite_alpha(directory, alpha, rslora, scaling):
+    directory.config |= {"lora_alpha": alpha, "use_rslora": rslora}
+    assert directory.read().modules[Q].scaling == pytest.approx(scaling, rel=1e-15)
 
 
 def test_everything_wrong_is_listed_at_once(directory):

@@ -136,6 +136,23 @@ def test_columns_of_b_are_rank_major(tmp_path):
     assert expert.lora_b[1].tolist() == [[2, 3]] * 6
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("order", ["rank-major", "expert-major"])
+def test_all_four_ways_to_hold_experts_in_a_pair(swapped, order, tmp_path):
+    """I = H: nothing but what is said tells them apart, and each of the four is another adapter."""
+    model, g = model_of(6, 6), torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 2, 6, generator=g), torch.randn(3, 6, 2, generator=g)  # [E, r, in], [E, out, r]
+    rows, columns = (b.transpose(1, 2), a.transpose(1, 2)) if swapped else (a, b)
+    columns = columns.permute(1, 2, 0) if order == "rank-major" else columns.permute(1, 0, 2)
+    directory = Directory(tmp_path / "a", target_parameters=["down_proj"])
+    directory.tensors = {
+        f"{PREFIX}{EXPERTS}.lora_A.weight": rows.reshape(6, 6).contiguous(),
+        f"{PREFIX}{EXPERTS}.lora_B.weight": columns.reshape(6, 6).contiguous(),
+    }
+    (expert,) = directory.read(model, expert_swapped=swapped, expert_order=order).experts.values()
+    assert torch.equal(expert.lora_a, a) and torch.equal(expert.lora_b, b)
+
+
 def test_one_parameter_alone_is_told_apart_by_its_target(tmp_path):
     directory = Directory(tmp_path / "a", peft_version="0.21.2", target_parameters=["mlp.experts.gate_up_proj"])
     directory.add(EXPERTS, "A", 6, 6)
@@ -271,6 +288,18 @@ def test_missing_experts_are_an_error_unless_they_are_no_targets(tmp_path):
     assert not expert.delta(1).any()
     directory.config |= {"target_modules": ["down_proj"], "exclude_modules": ["experts.1.down_proj"]}
     directory.read(model)
+
+
+def test_a_rank_that_the_configuration_does_not_state(tmp_path):
+    """A trainer that gives experts a rank of r // K without writing a pattern: refused, not guessed."""
+    directory = Directory(tmp_path / "a", rank=4, target_modules=["down_proj"])
+    for e in range(3):
+        directory.pair(f"{EXPERTS}.{e}.down_proj", 5, 6, rank=2)
+    problems = directory.problems(model_of(6, 5))
+    assert len(problems) == 6
+    assert problems[0] == (
+        f"{PREFIX}{EXPERTS}.0.down_proj.lora_A.weight must be [4, 5] by the configuration and the model; got [2, 5]."
+    )
 
 
 def test_what_is_wrong_with_single_experts(tmp_path):
