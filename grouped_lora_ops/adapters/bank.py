@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,19 @@ class Slots(NamedTuple):
     scalings: Tensor  # [L] float32
     ranks: Tensor  # [L] int32
     out_sizes: tuple[int, ...] | None  # of a fused family
+
+
+def _host_memory(size: int, pinned: bool) -> Tensor:
+    """size zero bytes, page-locked if a GPU is to read them.
+
+    They are registered instead of allocated by torch's pinned allocator, which rounds sizes up to a power of two.
+    """
+    memory = torch.zeros(size, dtype=torch.uint8)
+    if pinned:
+        cudart, address = torch.cuda.cudart(), memory.data_ptr()
+        torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
+        weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, address)
+    return memory
 
 
 @dataclass
@@ -76,10 +90,11 @@ class AdapterBank:
         self._scalings = torch.zeros(buffers, count, device=device)
         self._ranks = torch.zeros(buffers, count, dtype=torch.int32, device=device)
         self._row = torch.zeros(buffers, device=device), torch.zeros(buffers, dtype=torch.int32, device=device)
-        images, options = plan.host_adapters + 1, dict(pin_memory=self._cuda)
-        self._host = torch.zeros(images, plan.image, dtype=plan.dtype, **options)
-        self._host_scalings = torch.zeros(images, buffers, **options)
-        self._host_ranks = torch.zeros(images, buffers, dtype=torch.int32, **options)
+        images = plan.host_adapters + 1
+        pool = _host_memory(images * (plan.slot_bytes + 8 * buffers), self._cuda)
+        parts = pool.split([images * plan.slot_bytes, images * buffers * 4, images * buffers * 4])
+        self._host = parts[0].view(plan.dtype).view(images, plan.image)
+        self._host_scalings, self._host_ranks = (p.view(t).view(images, buffers) for p, t in zip(parts[1:], (torch.float32, torch.int32)))
         self._reading: list[Any] = [None] * images  # event after the last upload from an image
         self._stage = images - 1  # the image that the next adapter is made in; with the staging lock
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
