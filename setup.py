@@ -7,13 +7,10 @@ GROUPED_LORA_BUILD_ARCHS, read here only: which cubins a build makes, "sm_80 sm_
 none. An editable install makes none: the sources of a checkout change.
 """
 
-import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -41,27 +38,7 @@ class BuildWithKernels(build_py):
         archs = os.environ.get("GROUPED_LORA_BUILD_ARCHS", " ".join(builds.ARCHS)).split()
         compiler = shutil.which("nvcc")
         if compiler and archs:
-            make_cubins(compiler, csrc, archs, package / "cubins")
-
-
-def make_cubins(compiler, csrc, archs, folder):
-    """One cubin per source and architecture, and the index that says what each was made from."""
-    folder.mkdir()
-
-    def make(job):
-        stem, arch = job
-        output = folder / f"{stem}.{arch}.cubin"
-        try:
-            builds.nvcc(compiler, csrc / f"{stem}.cu", arch, output)
-        except RuntimeError as error:  # an nvcc too old for an architecture: it is compiled at first use
-            print(f"no cubin of {stem} for {arch}: {error}")
-            return None
-        key = builds.source_key(csrc, stem, arch)
-        return f"{stem}.{arch}", {"source": key, "sha256": hashlib.sha256(output.read_bytes()).hexdigest()}
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = list(pool.map(make, [(stem, arch) for stem in builds.stems(csrc) for arch in archs]))
-    (folder / builds.INDEX).write_text(json.dumps(dict(filter(None, made)), indent=1))
+            builds.make_cubins(compiler, csrc, archs, package / "cubins")
 
 
 limited = not sysconfig.get_config_var("Py_GIL_DISABLED")  # a free-threaded Python has no limited API

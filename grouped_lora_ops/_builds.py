@@ -1,12 +1,21 @@
 """How csrc/*.cu becomes cubins: architectures, options, names and keys. Standard library only: setup.py loads this file
-by its path, before torch is there; cuda.py uses it at run time."""
+by its path, before torch is there; cuda.py uses it at run time.
+
+    python grouped_lora_ops/_builds.py sm_90a …
+
+puts cubins into a checkout, as a wheel has them; they are used as long as the sources stay as they are.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")  # what a wheel carries
@@ -58,3 +67,31 @@ def first_error(log: str) -> str:
     """The first line of a compiler's log that speaks of an error, else its first line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "")
+
+
+def make_cubins(compiler: str, csrc: Path, archs: list[str], folder: Path) -> None:
+    """One cubin per source and architecture, and the index that says what each was made from."""
+    folder.mkdir(exist_ok=True)
+
+    def make(job):
+        stem, arch = job
+        output = folder / f"{stem}.{arch}.cubin"
+        try:
+            nvcc(compiler, csrc / f"{stem}.cu", arch, output)
+        except RuntimeError as error:  # an nvcc too old for an architecture: it is compiled at first use
+            print(f"no cubin of {stem} for {arch}: {error}")
+            return None
+        key = source_key(csrc, stem, arch)
+        return f"{stem}.{arch}", {"source": key, "sha256": hashlib.sha256(output.read_bytes()).hexdigest()}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(make, [(stem, arch) for stem in stems(csrc) for arch in archs]))
+    (folder / INDEX).write_text(json.dumps(dict(filter(None, made)), indent=1))
+
+
+if __name__ == "__main__":
+    found = shutil.which("nvcc")
+    if found is None:
+        sys.exit("nvcc is not on PATH")
+    package = Path(__file__).resolve().parent
+    make_cubins(found, sources(package), sys.argv[1:] or list(ARCHS), package / "cubins")
