@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
-from adapter_cases import Directory, assert_same_deltas, ours, theirs
+from adapter_cases import Directory, assert_same_deltas, ours, random_adapter, theirs
 from tiny_models import CONFIGS, real_models, transformers_model
 
 from grouped_lora_ops import layouts
@@ -164,3 +165,54 @@ def test_a_text_model_inside_a_multimodal_one(tmp_path):
     write_adapter(tmp_path / "ours", adapter, layout, base=Base("org/model", "1"))
     loaded = peft.PeftModel.from_pretrained(AutoModelForImageTextToText.from_config(config), tmp_path / "ours")
     assert_same_deltas(theirs(loaded), theirs(model))
+
+
+class ModuleExperts(torch.nn.Module):
+    """Experts as transformers 4 had them: a module for each. Tiny, and only to be adapted."""
+
+    def __init__(self, layout):
+        super().__init__()
+        for place in layout.places(["q_proj", "k_proj", "v_proj", *EXPERTS]):
+            p = place.projection
+            for e in range(p.experts or 1):
+                for member in p.facts.members or ((p.facts.leaf,),):
+                    out = p.out_features // len(p.facts.members or (1,))
+                    owner = place.path.rpartition(".")[0] + (f".{e}" if p.experts else "")
+                    self.make(owner.split("."), member[0], torch.nn.Linear(p.in_features, out, bias=False))
+
+    def make(self, path, leaf, linear):
+        module = self
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, torch.nn.Module())
+            module = getattr(module, part)
+        module.add_module(leaf, linear)
+
+
+@pytest.mark.parametrize("form", ["experts", "serving"])
+def test_a_module_for_every_expert(form, tmp_path):
+    """Ranks and scalings that differ by layer; peft's deltas of every expert are the adapter's."""
+    layout = layouts.of(CONFIGS["qwen3_moe"] | {"mlp_only_layers": []})
+    adapter = random_adapter(layout, ["self_attn.q_proj", *EXPERTS])
+    experts = dict(adapter.experts)
+    down = "model.layers.1.mlp.experts.down_proj"
+    experts[down] = replace(experts[down], scaling=1.25)
+    other = random_adapter(layout, ["mlp.experts.gate_up_proj"], rank=2, seed=5).experts
+    experts["model.layers.0.mlp.experts.gate_up_proj"] = other["model.layers.0.mlp.experts.gate_up_proj"]
+    adapter = replace(adapter, experts=experts)
+    write_adapter(tmp_path, adapter, layout, base=Base("org/model", "1"), form=form)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    # q_proj of two layers (for serving k and v with it), and what every layer's experts are called
+    assert len(config["target_modules"]) == (2 if form == "experts" else 6) + 3 * 4
+    got = theirs(peft.PeftModel.from_pretrained(ModuleExperts(layout), tmp_path))
+    for path, expert in adapter.experts.items():
+        owner = path.rpartition(".")[0]
+        for e in range(4):
+            leaves = ("gate_proj", "up_proj") if "gate_up" in path else ("down_proj",)
+            delta = torch.cat([got.pop(f"{owner}.{e}.{leaf}") for leaf in leaves])
+            torch.testing.assert_close(delta, expert.delta(e), rtol=1e-6, atol=1e-6)
+    assert len(got) == (2 if form == "experts" else 6)
+    for path, delta in got.items():
+        lora = adapter.modules.get(path)
+        want = torch.zeros_like(delta) if lora is None else lora.scaling * (lora.lora_b.double() @ lora.lora_a.double())
+        torch.testing.assert_close(delta, want, rtol=1e-6, atol=1e-6)

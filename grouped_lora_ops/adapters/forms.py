@@ -27,12 +27,17 @@ def make(adapter: Adapter, model: Model, base: Base, form: str) -> tuple[dict[st
     adapter = in_order(adapter, model)
     tensors: dict[str, Tensor] = {}
     entries: list[tuple[str, int, float]] = []  # (pattern of a path, rank, scaling)
-    modules, parameters = [], []
+    modules: dict[str, None] = {}
+    parameters: list[str] = []
     for path, lora in adapter.modules.items():
         _add(tensors, path, lora.lora_a, lora.lora_b)
-        fused = form == "peft" and path.rpartition(".")[2] in model.layout.peft_fused
-        (parameters if fused else modules).append(f"{path}.weight" if fused else path)
-        entries.append((re.escape(f"{path}.weight" if fused else path), lora.rank, lora.scaling))
+        if form == "peft" and path.rpartition(".")[2] in model.layout.peft_fused:
+            # as a module peft would take it for the experts'; as a parameter it is left alone
+            path = f"{path}.weight"
+            parameters.append(path)
+        else:
+            modules[path] = None
+        entries.append((re.escape(path), lora.rank, lora.scaling))
     owners: dict[str, list[tuple[str, Place, ExpertModule]]] = {}
     for path, expert in adapter.experts.items():
         owners.setdefault(path.rpartition(".")[0], []).append((path, model.locate(path), expert))
@@ -49,7 +54,10 @@ def make(adapter: Adapter, model: Model, base: Base, form: str) -> tuple[dict[st
                 continue
             leaves = [member[0] for member in p.facts.members]
             names = _expert_tensors(tensors, owner, leaves, expert, p.experts, form)
-            modules += names
+            if all(model.path(layer, p) in adapter.experts for layer in p.layers):
+                # the same for every layer: peft compares every name with every module
+                names = [name[len(f"{model.prefix}.{place.layer}.") :] for name in names]
+            modules.update(dict.fromkeys(names))
             entries.append((re.escape(owner) + rf"\.(\d+\.)?({'|'.join(leaves)})", expert.rank, expert.scaling))
     config = {
         "peft_type": "LORA",
@@ -57,7 +65,7 @@ def make(adapter: Adapter, model: Model, base: Base, form: str) -> tuple[dict[st
         "base_model_name_or_path": base.name,
         "revision": base.revision,
         "task_type": adapter.config.get("task_type"),
-        "target_modules": modules,
+        "target_modules": list(modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
