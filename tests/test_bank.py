@@ -420,6 +420,24 @@ def test_two_threads_that_want_the_same_adapter_load_it_once(monkeypatch):
     assert len(copies) == 1 and found == [(copies[0], 3)] * 2 and bank.pinned == {"a": 2}
 
 
+def test_kernels_read_slots_where_they_lie(kernels):
+    """The stride over slots is the image's length: no kernel may take buffers for contiguous."""
+    bank = bank_of(V4, ["o_a_proj", "o_b_proj"], rank=4, device=kernels.device)
+    poison(bank)
+    for n in range(3):
+        bank.load(str(n), adapter_of(n, V4, ["o_a_proj", "o_b_proj"], rank=n + 2))
+    ids = torch.tensor([2, -1, 0, 1, 2], dtype=torch.int32, device=kernels.device)
+    for leaf, shape in (("o_a_proj", (5, 2, 32)), ("o_b_proj", (5, 24))):
+        b = bank[f"model.layers.0.self_attn.{leaf}"]
+        x = torch.randint(-3, 4, shape, device=kernels.device).float()
+        operands = b.lora_a.round().contiguous(), b.lora_b.round().contiguous()
+        for buffer, values in zip((b.lora_a, b.lora_b), operands):
+            buffer.copy_(values)  # small integers: every order of summation gives the same bits
+        y = kernels.delta(x, b.lora_a, b.lora_b, ids, b.scalings, None, None, b.ranks)
+        want = gl.reference.delta(x.cpu(), *(o.cpu() for o in operands), ids.cpu(), b.scalings.cpu(), ranks=b.ranks.cpu())
+        assert torch.equal(y.cpu(), want)
+
+
 # ---- streams, with stand-ins for them --------------------------------------------------------------------------------------
 
 
