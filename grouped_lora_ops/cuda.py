@@ -249,11 +249,14 @@ def _load(stem: str, device: int) -> Module | str:
     return f"grouped_lora: no CUDA kernels of {stem} on {arch}, Triton's are used: {'; '.join(reasons)}."
 
 
-def module(op: str, stem: str, device: int) -> Module | None:
+def module(op: str, stem: str, device: int | None) -> Module | None:
     """The kernels of csrc/<stem>.cu on a device, which must be the current one; None where they cannot be had.
 
-    Loads, and compiles where it must, at the first call. RuntimeError in place of that inside a stream capture.
+    Loads, and compiles where it must, at the first call. RuntimeError in place of that inside a stream capture. device
+    None, that of CPU tensors in Triton's interpreter, has none.
     """
+    if device is None:
+        return None
     found = _modules.get((stem, device))
     if found is None:
         _not_inside_a_capture(op)

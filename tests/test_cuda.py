@@ -224,6 +224,10 @@ def test_compilers_that_fail_are_named(house):
     assert cuda.why_not("probe", 0).endswith("NVRTC: libnvrtc.so.13 not found; nvcc: no host compiler.")
 
 
+def test_cpu_tensors_have_no_cuda_kernels(house):
+    assert house.load(device=None) is None and not house.compiled
+
+
 def test_missing_sources_and_a_missing_driver(house, monkeypatch):
     (house.csrc / "probe.cu").unlink()
     assert house.load() is None

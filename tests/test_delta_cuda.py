@@ -67,7 +67,8 @@ def delta_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "library", lambda: house.driver)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(common, "facts", lambda t: ("sm_90", 132))
-    launch = cuda.launch
+    module, launch = cuda.module, cuda.launch
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: module(op, stem, 0))
 
     def watched(function, grid, threads, layout, values, **kw):
         gpu.tensors.update({t.data_ptr(): t for t in values if isinstance(t, torch.Tensor)})
