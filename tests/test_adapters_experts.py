@@ -479,6 +479,19 @@ def test_a_target_that_has_no_factors_in_some_layer(tmp_path):
     directory.read(model)  # nothing says that layer 1 was meant to have it
 
 
+def test_a_target_that_the_adapted_layers_do_not_have(tmp_path):
+    """q_proj belongs to the full-attention layers alone; a name that no linear has, or that experts have, is refused."""
+    model = layouts.of(CONFIGS["qwen3_5_moe_text"])
+    directory = Directory(tmp_path / "a", target_modules=["q_proj", "out_proj"], layers_to_transform=[1])
+    directory.pair("model.layers.1.linear_attn.out_proj", 32, 32)
+    directory.read(model)
+    for name in ("lm_head", "experts.3.gate_proj", "gate_up_proj", "q"):
+        directory.config["target_modules"] = ["out_proj", name]
+        assert directory.problems(model) == [f"target_modules names {name}, but no module of that name has factors."]
+    directory.config |= {"target_modules": ["q_proj", "out_proj"], "layers_to_transform": [1, 3]}
+    assert "model.layers.3.self_attn.q_proj is among the targets, but has no factors." in directory.problems(model)
+
+
 def test_experts_that_have_no_factors_in_some_layer(tmp_path):
     model = model_of(6, 5, layers=2)
     directory = per_expert(tmp_path / "a", ("down_proj",))

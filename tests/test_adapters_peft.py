@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import warnings
 from dataclasses import replace
 
@@ -216,3 +217,31 @@ def test_a_module_for_every_expert(form, tmp_path):
         lora = adapter.modules.get(path)
         want = torch.zeros_like(delta) if lora is None else lora.scaling * (lora.lora_b.double() @ lora.lora_a.double())
         torch.testing.assert_close(delta, want, rtol=1e-6, atol=1e-6)
+
+
+PATTERNS = [r"layers\.0\..*", r".*\.1\..*_proj", "o_proj", r".*experts.*", r".*\.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_configurations(seed, tmp_path):
+    """Overlapping patterns included: a file that peft can load again is read as peft reads it, or peft cannot either."""
+    draw = random.Random(seed)
+    name = draw.choice([n for n in CONFIGS if n != "kimi_k2"])
+    modules = ATTENTION.get(name, GQA)
+    patterns = [{p: draw.randint(1, 6) for p in draw.sample(PATTERNS, draw.randint(0, 3))} for _ in range(2)]
+    changes = dict(r=draw.randint(1, 5), lora_alpha=draw.choice([1, 7.5, 16]), use_rslora=draw.random() < 0.3)
+    changes |= dict(rank_pattern=patterns[0], alpha_pattern=patterns[1], target_modules=draw.sample(modules, 2))
+    adapted(transformers_model(name), lora(name, **changes)).save_pretrained(tmp_path)
+    layout = layouts.of(CONFIGS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            loaded = peft.PeftModel.from_pretrained(transformers_model(name), tmp_path)
+        except RuntimeError:  # sorted patterns gave a module another rank than it was trained with
+            with pytest.raises(ValueError, match="by the configuration and the model; got"):
+                read_adapter(tmp_path, layout)
+            return
+    adapter = read_adapter(tmp_path, layout)
+    assert_same_deltas(ours(adapter, layout), theirs(loaded))
+    write_adapter(tmp_path / "ours", adapter, layout, base=Base("org/model", "1"))
+    assert_same_deltas(theirs(peft.PeftModel.from_pretrained(transformers_model(name), tmp_path / "ours")), theirs(loaded), 1e-6)

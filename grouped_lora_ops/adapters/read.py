@@ -316,9 +316,21 @@ class _Reading:
         for field_name, what in (("target_modules", "module"), ("target_parameters", "parameter")):
             names = config.get(field_name)
             for target in sorted(set(names) - seen_targets) if isinstance(names, list) else ():
+                if self._knows(target):
+                    continue  # check_complete says whether one was to be expected
                 self.problems.append(f"{field_name} names {target}, but no {what} of that name has factors.")
         for layer in sorted(set(layers) - seen_layers):
             self.problems.append(f"layers_to_transform names layer {layer}, but no module of it has factors.")
+
+    def _knows(self, target: str) -> bool:
+        """Whether a target is a linear of the model, which the layers that were adapted may lack."""
+        if self.model is None:
+            return False
+        place = self.model.locate(target)
+        if isinstance(place, Place):
+            return place.projection.experts is None
+        dense = (p.facts for p in self.model.projections if p.experts is None)
+        return any(f".{name}".endswith(f".{target}") for facts in dense for name in self.model.layout.names(facts))
 
     def resolve(self, module: str) -> tuple[int, float]:
         """Patterns match the parameter's own name where one was targeted."""
