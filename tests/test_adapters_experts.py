@@ -356,6 +356,20 @@ def test_a_shared_factor_beside_a_pair_for_every_expert(tmp_path):
     assert torch.equal(expert.delta(2)[5:], 2 * (b @ a))
 
 
+def test_a_shared_factor_has_the_scaling_of_the_others(tmp_path):
+    directory = Directory(tmp_path / "a", target_modules=["down_proj"], alpha_pattern={r".*experts\.1\.down_proj": 3})
+    directory.add(f"{EXPERTS}.down_proj", "B", 1, 6, 2)
+    for e in range(3):
+        directory.add(f"{EXPERTS}.{e}.down_proj", "A", 2, 5, dtype=torch.bfloat16 if e else torch.float32)
+    name = f"{PREFIX}{EXPERTS}.down_proj.lora_B.weight"
+    assert directory.problems(model_of(6, 5)) == [
+        f"{name}: the configuration gives it the scaling 2.0, and the other factor [1.5, 2.0]."
+    ]
+    del directory.config["alpha_pattern"]
+    (expert,) = directory.read(model_of(6, 5)).experts.values()
+    assert expert.lora_a.dtype == torch.float32 and len(expert.lora_b) == 1
+
+
 @pytest.mark.parametrize("rows, each", [(2, False), (4, True)])
 def test_a_stack_of_gate_and_up_together(rows, each, tmp_path):
     """One A for both, or one below the other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -221,9 +222,6 @@ def _gather_one(place, parts, storage, problems, is_target) -> ExpertModule | No
         a, b, scalings = pieces[member]
         if ratios is not None:
             factor = a if len(b) == 1 and len(a) > 1 else b
-            if len(factor) == 1 and len(scalings) > 1:
-                problems.append(f"{place.path}: factors that all experts share need one scaling; got {sorted(set(scalings))}.")
-                return None
             each = scalings * (len(factor) // len(scalings))
             made = [scaled(f, s / scaling) for f, s in zip(factor, each)]
             made = torch.stack([m.to(max((m.dtype for m in made), key=lambda d: d.itemsize)) for m in made])
@@ -276,10 +274,8 @@ def _pair_up(place, member, a: _Side, b: _Side, problems, is_target) -> tuple[Te
         rank = max(r for _, r, _ in side.single.values())
         good = [f.check(shape_of(r), problems) for f, r, _ in side.single.values()]
         if all(good):
-            (first, *_) = side.single.values()
-            whole = first[0].tensor.new_zeros(p.experts, *shape_of(rank))
-            for f, _, _ in side.single.values():
-                whole = whole.to(torch.promote_types(whole.dtype, f.tensor.dtype))
+            dtype = functools.reduce(torch.promote_types, (f.tensor.dtype for f, _, _ in side.single.values()))
+            whole = torch.zeros(p.experts, *shape_of(rank), dtype=dtype)
             for expert, (f, r, _) in side.single.items():
                 whole[expert][tuple(slice(0, s) for s in shape_of(r))] = f.tensor
             made.append(whole)
@@ -292,6 +288,12 @@ def _pair_up(place, member, a: _Side, b: _Side, problems, is_target) -> tuple[Te
         scalings = [single[e][2] if e in single else None for e in range(p.experts)]
         known = next(s for s in scalings if s is not None)
         scalings = [known if s is None else s for s in scalings]
+        stack = a.stack or b.stack
+        if stack is not None and {stack[2]} != set(scalings):
+            problems.append(
+                f"{stack[0].name}: the configuration gives it the scaling {stack[2]}, and the other factor {sorted(set(scalings))}."
+            )
+            return None
     one, other = made
     if one.shape[-2] != other.shape[-1]:
         problems.append(f"{place.path}: A has rank {one.shape[-2]}, B rank {other.shape[-1]}.")
