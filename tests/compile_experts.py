@@ -17,7 +17,8 @@ from grouped_lora_ops.ops import common, expert_cuda
 
 expert_plan = importlib.import_module("grouped_lora_ops.ops.expert_plan")
 
-EXPERT = ("expert_plan", "expert_shrink", "expert_expand", "expert_delta", "expert_linear", "expert_wgrad", "expert_rows")
+EXPERT = ("expert_plan", "expert_shrink", "expert_expand", "expert_delta", "expert_linear", "expert_wgrad", "expert_rows",
+          "expert_gate_up")  # fmt: skip
 KERNELS = (*EXPERT, "shrink", "expand", "plan", "wgrad")
 # T, E, L, r, H, I, dtype
 CASES = [
@@ -56,7 +57,8 @@ def main(arch: str, sms: int, quick: bool) -> None:
         expert_cuda.linear(a, w_down, *down, ids, adapters, scalings, None, None, ranks, None)
         weights = torch.ones(tokens, 8)
         layer = (x, ids, weights, w_gate_up, w_down, *gate_up, *down, adapters, scalings, None, None)
-        expert_cuda.mlp(*layer, "swiglu", None, "pre_down", ranks, None)
+        for run in (expert_cuda.mlp, expert_cuda.mlp_train):
+            run(*layer, "swiglu", None, "pre_down", ranks, None)
         if not quick and experts == 128 and tokens == 4096:
             needs = [True, True, False, False, True, True, True, True, False, False]
             expert_cuda.mlp_backward(x, h1, *layer, "swigluoai", 7.0, "post_down", ranks, None, needs)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 KB = 1024
 # arch: multiprocessors, shared memory of a block, how much is compiled
 TARGETS = {"sm_90": (132, 227 * KB, "all"), "sm_120": (170, 99 * KB, "quick")}
-PRODUCTS = ("expert_shrink_kernel", "expert_expand_kernel", "expert_delta_kernel", "expert_linear_kernel")
+PRODUCTS = ("expert_shrink_kernel", "expert_expand_kernel", "expert_delta_kernel", "expert_linear_kernel", "gate_up_kernel")
 ROWS = ("activation_kernel", "activation_backward_kernel", "combine_kernel", "weighted_kernel", "row_dot_kernel")
 
 

@@ -137,6 +137,36 @@ def run_expand(
     )
 
 
+class Operands(NamedTuple):
+    """What a projection's kernel reads, all with one number of groups: 2 where anything has an axis of halves."""
+
+    w: Tensor  # [E, G, N, D]
+    h: Tensor | None  # [chunks, M or T, G or 1, r]
+    b: Tensor | None  # [L, E|1, G, N, r]
+    bias: Tensor | None  # [E, G, N]
+    problem: launch_experts.ExpertProblem
+
+
+def operands(
+    name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None,
+    ranks: Tensor | None, groups: int,
+) -> Operands:  # fmt: skip
+    """Views of the operands in `groups` groups or more, and h, by the shrink's launch."""
+    a = b = h = None
+    if lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0:
+        a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
+    groups = max(groups, weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
+    w = weight if weight.dim() == 4 else weight.unflatten(1, (groups, weight.shape[1] // groups))
+    p = problem(x, to, groups, 1 if a is None else a.shape[2], x.shape[1], w.shape[2], 0 if a is None else a.shape[3])
+    if a is not None:
+        if b.shape[2] != groups:
+            b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
+        h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, config=common.configured(launch_experts.shrink, p))
+    if bias is not None and bias.dim() == 2:
+        bias = bias.unflatten(1, (groups, bias.shape[1] // groups))
+    return Operands(w, h, b, bias, p)
+
+
 def projection(
     name: str,
     x: Tensor,  # [M or T, D]
@@ -162,22 +192,9 @@ def projection(
         return out.zero_()
     from ..kernels import expert_linear as kernels
 
-    a = b = h = None
-    lora = lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0
-    if lora:
-        a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
-    groups = max(weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
-    w = weight if weight.dim() == 4 else weight.unflatten(1, (groups, weight.shape[1] // groups))
-    p = problem(x, to, groups, 1 if a is None else a.shape[2], x.shape[1], w.shape[2], 0 if a is None else a.shape[3])
-    if lora:
-        if b.shape[2] != groups:
-            b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
-        config = common.configured(launch_experts.shrink, p)
-        h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, config=config)
-    if bias is not None:
-        bias = bias if bias.dim() == 3 else bias.unflatten(1, (groups, bias.shape[1] // groups))
+    w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1)
     kernels.linear(
-        name, x[:, None], w, h, b, bias, outer(out, groups), to.per_token(x), to.ids, to.adapters, to.plan, ranks,
+        name, x[:, None], w, h, b, bias, outer(out, p.groups), to.per_token(x), to.ids, to.adapters, to.plan, ranks,
         scalings, weights, staged, to.experts, to.slots, to.room, common.configured(launch_experts.linear, p),
     )  # fmt: skip
     return out
@@ -207,4 +224,25 @@ def weighted_rows(name: str, rows: Tensor, weights: Tensor | None, to: Routing, 
         from ..kernels import expert_rows as kernels
 
         kernels.weighted(name, rows, out, to.ids, weights, to.experts)
+    return out
+
+
+def activated_projection(
+    name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, scalings: Tensor | None,
+    bias: Tensor | None, weights: Tensor | None, ranks: Tensor | None, activation: str, limit: float | None,
+) -> Tensor:  # fmt: skip
+    """a = act(x Wᵀ + delta + bias) (· weight) of every route, [M, I], in one launch behind the shrink; h1 is not stored."""
+    groups = 1 if activation == "relu2" else 2
+    out = x.new_empty(to.routes, weight.shape[1:-1].numel() // groups)
+    if out.numel() == 0:
+        return out
+    if to.experts == 0:
+        return out.zero_()
+    from ..kernels import expert_gate_up as kernels
+
+    w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, groups)
+    kernels.gate_up(
+        name, x, w, h, b, bias, out, to.per_token(x), to.ids, to.adapters, to.plan, ranks, scalings, weights, activation,
+        limit, to.experts, to.slots, to.room, common.configured(launch_experts.gate_up, p),
+    )  # fmt: skip
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import common
 from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
-from .expert_launch import Routing, projection, routing, run_dot, summed, weighted_rows
+from .expert_launch import Routing, activated_projection, projection, routing, run_dot, summed, weighted_rows
 
 
 class Layer(NamedTuple):
@@ -82,8 +82,24 @@ class Layer(NamedTuple):
         return projection(name, a, self.w_down, *factors, to, self.scalings, self.b_down, weights, self.ranks, True)
 
 
+    def activated_at_once(self, name: str, to: Routing) -> Tensor:
+        """a without h1 in memory: the bits of `hidden` and `activated`."""
+        weights = self.weights if self.router_weight == "pre_down" else None
+        return activated_projection(
+            name, self.inputs(name, to), self.w_gate_up, self.gate_up_a, self.gate_up_b, to, self.scalings, self.b_gate_up,
+            weights, self.ranks, self.activation, self.activation_limit,
+        )  # fmt: skip
+
+    def combined(self, name: str, a: Tensor, to: Routing) -> Tensor:
+        """y from a: down, then the sum over k."""
+        weights = self.weights if self.router_weight == "post_down" else None
+        return summed(name, self.down(name, a, to), self.x, to, weights)
+
+
 def mlp(*args) -> Tensor:
-    return mlp_train(*args)[0]
+    name, layer = "expert_mlp", Layer(*args).prepared()
+    to = layer.routing(name)
+    return layer.combined(name, layer.activated_at_once(name, to), to)
 
 
 def mlp_train(*args) -> tuple[Tensor, Tensor]:
@@ -91,8 +107,7 @@ def mlp_train(*args) -> tuple[Tensor, Tensor]:
     name, layer = "expert_mlp", Layer(*args).prepared()
     to = layer.routing(name)
     h1 = layer.hidden(name, to)
-    h2 = layer.down(name, layer.activated(name, h1, to), to)
-    return summed(name, h2, layer.x, to, layer.weights if layer.router_weight == "post_down" else None), h1
+    return layer.combined(name, layer.activated(name, h1, to), to), h1
 
 
 def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]:
