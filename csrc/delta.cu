@@ -11,66 +11,11 @@
 //
 // With programmatic dependent launch the block runs ahead of the kernel before it: it guesses its rows from what memory
 // holds now, fetches what they need into the L2, and once that kernel has ended reads everything again and compares.
-#include "tile.cuh"
+#include "delta.cuh"
 
-static constexpr u32 THREADS = 256, WARPS = 8, PARTS = 8, MAX_SLICES = 8;
-static constexpr u32 PIECE = 128, PIECES = 4, WIDE = PIECE * PIECES;  // columns of D a warp, and a stage
-static constexpr u32 SCAN_MOST = THREADS;                             // most tokens when ids are sorted here
-static constexpr u32 IDS64 = 1, COPY = 2, OVERLAP = 4;                // as in ops/cuda_delta.py
-
-#ifdef STAMPS
-#define STAMP(i) if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) p.stamps[i] = clock64()
-#else
-#define STAMP(i)
-#endif
-
-struct Params {
-    const u16 *x, *a, *b, *base;  // base may be null, or out
-    u16 *out;
-    const void *ids;
-    const int *ranks;  // may be null
-    const float *scalings;
-    i64 ids_stride;
-    i64 x_t, x_g, a_l, a_g, a_r, b_l, b_g, b_n, p_t, p_g, o_t, o_g;  // strides in elements; those of d, r and n are 1
-    u32 tokens, slots, features, columns, rank;
-    u32 chunk, parts;  // columns of a chunk of D, and how many chunks there are
-    u32 merged;        // log2 of the groups whose rows share a tile (they share A)
-    u32 spread;        // clusters that share out N, each with an h of its own
-    u32 flags;
-    u32 slices;                  // 0, or the number of slices of N
-    u32 starts[MAX_SLICES + 1];  // where each slice starts
-#ifdef STAMPS
-    i64 *stamps;
-#endif
-};
-
-// Read past the L1: the kernel before may have written these since they were guessed.
-template <class V> __device__ __forceinline__ V fresh(const V *from);
-template <> __device__ __forceinline__ i64 fresh(const i64 *from) {
-    i64 v;
-    asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-    return v;
-}
-template <> __device__ __forceinline__ int fresh(const int *from) {
-    int v;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
-}
-template <> __device__ __forceinline__ float fresh(const float *from) {
-    float v;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-    return v;
-}
-template <> __device__ __forceinline__ u32 fresh(const u32 *from) {
-    u32 v;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ u32 slot_of(const Params &p, u32 token) {
-    const i64 id = p.flags & IDS64 ? fresh((const i64 *)p.ids + token * p.ids_stride) : fresh((const int *)p.ids + token * p.ids_stride);
-    return id >= 0 && id < p.slots ? (u32)id : p.slots;
-}
+static constexpr u32 THREADS = 256, WARPS = 8;
+static constexpr u32 PIECES = 4, WIDE = PIECE * PIECES;  // columns of D a stage: a warp a piece
+static constexpr u32 SCAN_MOST = THREADS;                // most tokens when ids are sorted here
 
 struct Selection {
     __align__(16) u32 slots[SCAN_MOST];
@@ -115,12 +60,6 @@ __device__ __forceinline__ void prefetch(const u16 *from, i64 stride, u32 rows, 
         const u32 row = i / lines;
         asm volatile("prefetch.global.L2 [%0];" ::"l"((const u8 *)(from + row * stride) + (i - row * lines) * 128));
     }
-}
-
-// 8 elements of a row from column `column` on; those past `valid` columns are zeros.
-__device__ __forceinline__ void load8(u32 to, const u16 *row, u32 column, u32 valid) {
-    const u32 there = valid > column ? min(valid - column, 8u) : 0;
-    copy16(to, there ? row + column : row, 2 * there);
 }
 
 template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
@@ -177,7 +116,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         cluster_arrive();
         if (p.flags & OVERLAP) let_consumer_start();
 #endif
-        STAMP(0);
 
         u32 k_first = chunk * p.chunk, k_size = p.features > k_first ? min(p.chunk, p.features - k_first) : 0;
         const u32 z = blockIdx.z, group0 = (p.spread == 1 ? z : z / p.spread) << p.merged;
@@ -268,11 +206,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                 scaling = fresh(p.scalings + slot);
             }
             if (!guess) break;
-            STAMP(1);
 #if CLUSTERS
             wait_for_producer();
 #endif
-            STAMP(2);
             guess = false;
             u32 now = rank, scaling_now = __float_as_uint(scaling), mine = 0;
             if (slot < p.slots) {
@@ -322,7 +258,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         const u32 sent_rows = p.merged ? BM : count;
         if (t == 0) barrier_expect(arrived, p.parts * 4 * (bulk ? RS * sent_rows * RL : (count << p.merged) * rank16));
 #endif
-        STAMP(3);
 
         // A chunk of h (without clusters: all of them in turn): a warp a piece of 128 columns and half of r.
         const u32 piece = warp % PIECES, r_half = warp / PIECES * (RL / 2);
@@ -338,7 +273,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
             } else
                 copies_wait<0>();
             __syncthreads();
-            if (round == 0) { STAMP(4); }
             const u32 k_here = min(WIDE, k_size - round * WIDE);
             if (shrinks && piece * PIECE < k_here) {
                 float acc[MT][NT][4] = {};
@@ -387,7 +321,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                     }
             }
             __syncthreads();
-            if (round == 0) { STAMP(5); }
             const u32 pieces = (k_here + PIECE - 1) / PIECE;
             const bool last = round + 1 == rounds;
             constexpr u32 QUADS = RL / 4;  // four columns a thread
@@ -446,11 +379,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         }
 #if CLUSTERS
         if (k_size == 0) __syncthreads();  // else done above
-        STAMP(6);
         barrier_wait(arrived, 0);
         cluster_arrive();  // what was sent here has been read where it came from
 #endif
-        STAMP(7);
 
         // h: the sum of its parts, split into high and low.
         {
@@ -493,7 +424,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
             }
         }
         __syncthreads();
-        STAMP(8);
 
         // y: this block's columns.
 #pragma unroll 1
@@ -581,7 +511,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                 }
             }
         }
-        STAMP(9);
 #if CLUSTERS
         cluster_wait();
 #endif

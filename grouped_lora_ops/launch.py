@@ -87,13 +87,14 @@ class FusedConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A kernel of csrc/delta.cu, by its four sizes, and how the work is dealt out."""
+    """A kernel of csrc/delta.cu or delta_wide.cu, by its sizes, and how the work is dealt out."""
 
     tiles: int  # clusters along the rows
     block_m: int  # rows of a tile
     ranks: int  # the most it can do
-    rank_split: int  # blocks of a cluster that share r
-    block_n: int
+    rank_split: int = 1  # blocks of a cluster that share r
+    block_n: int = 128
+    wide: bool = False  # csrc/delta_wide.cu, which has one kernel for (block_m, ranks); its rows come from a plan where L > 1
     merged: int = 1  # groups whose rows share a tile, a power of 2
     spread: int = 1  # clusters that share N
     cluster: int = 8  # blocks
@@ -101,7 +102,8 @@ class CudaConfig:
 
     @property
     def kernel(self) -> str:
-        return f"{self.block_m}_{self.ranks}_{self.rank_split}_{self.block_n}"
+        sizes = (self.block_m, self.ranks) if self.wide else (self.block_m, self.ranks, self.rank_split, self.block_n)
+        return "_".join(map(str, sizes))
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,7 @@ def _fused(p: Problem) -> FusedConfig | None:
 # The kernels that csrc/delta.cu instantiates: (rows, ranks, splits of r, columns of N a step).
 CUDA_KERNELS = ((16, 16, 1, 128), (16, 32, 1, 128), (16, 64, 1, 128), (16, 64, 2, 128), (16, 64, 2, 64), (16, 128, 2, 64))
 CUDA_TOKENS = 256  # it sorts the ids with a thread a token
+WIDE_KERNELS = ((64, 16), (128, 16), (256, 16), (64, 64), (128, 64), (256, 64))  # of csrc/delta_wide.cu: (rows, ranks)
 
 
 def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spread: int = 1, overlap: bool = True) -> CudaConfig:
@@ -353,6 +356,11 @@ def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spr
         cluster=PARTS * rank_split if has_pdl(p.arch) else 1,
         overlap=overlap and has_pdl(p.arch),
     )
+
+
+def wide(p: Problem, block_m: int, overlap: bool = True) -> CudaConfig:
+    tiles = tile_count(block_m, p.tokens, p.slots, p.slots == 1)
+    return CudaConfig(tiles, block_m, 16 if p.rank <= 16 else 64, wide=True, overlap=overlap)
 
 
 def _cuda(p: Problem) -> CudaConfig | None:

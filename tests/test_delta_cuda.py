@@ -19,9 +19,12 @@ class DeltaParams(ctypes.Structure):
     """struct Params of csrc/delta.cu."""
 
     _fields_ = [
-        *[(n, ctypes.c_void_p) for n in ("x", "a", "b", "base", "out", "ids", "ranks", "scalings")],
+        *[(n, ctypes.c_void_p) for n in ("x", "a", "b", "base", "out", "ids", "plan", "ranks", "scalings")],
         *[(n, ctypes.c_int64) for n in "ids_stride x_t x_g a_l a_g a_r b_l b_g b_n p_t p_g o_t o_g".split()],
-        *[(n, ctypes.c_uint32) for n in "tokens slots features columns rank chunk chunks merged spread flags slices".split()],
+        *[
+            (n, ctypes.c_uint32)
+            for n in "tokens slots features columns rank chunk chunks merged spread flags slices".split()
+        ],
         ("starts", ctypes.c_uint32 * 9),
     ]
 
@@ -47,7 +50,9 @@ def compute_delta(gpu, launch, parameters):
         base = view(p.base, (p.tokens, columns), (p.p_t, 1), whole * p.p_g + n) if p.base else None
         ranks = gpu.tensors[p.ranks] if p.ranks else None
         scalings = gpu.tensors[p.scalings]
-        y = reference.delta(x.double(), a.double(), b.double(), ids, scalings, base=None if base is None else base.double(), ranks=ranks)
+        y = reference.delta(
+            x.double(), a.double(), b.double(), ids, scalings, base=None if base is None else base.double(), ranks=ranks
+        )
         rows = torch.ones_like(ids, dtype=torch.bool) if p.flags & 2 else ids >= 0
         out[rows] = y[rows].to(out.dtype)
 
@@ -82,15 +87,30 @@ def delta_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["dense", "slice"])
-@pytest.mark.parametrize("form", ["plain", "wo_a", "wo_a with an A per group", "shared input", "slices", "slices of grouped x"])
+@pytest.mark.parametrize(
+    "form", ["plain", "wo_a", "wo_a with an A per group", "shared input", "slices", "slices of grouped x"]
+)
 def test_delta_hands_its_cuda_kernel_the_right_memory(delta_gpu, form, layout):
     ops = importlib.import_module("grouped_lora_ops.ops.delta")
     id_dtype = torch.int64 if layout == "slice" else torch.int32
     for seed in range(3):
-        c = build(form, tokens=3, features=1024, out=32, rank=8, sizes=[24, 16], ranks=True, layout=layout, seed=seed, id_dtype=id_dtype)
+        c = build(
+            form,
+            tokens=3,
+            features=1024,
+            out=32,
+            rank=8,
+            sizes=[24, 16],
+            ranks=True,
+            layout=layout,
+            seed=seed,
+            id_dtype=id_dtype,
+        )
         want = want_delta(c)
         assert_equal(ops._cuda(*c.factors, c.base, c.out_sizes, c.ranks), want, f"call {seed}")
-        assert_equal(ops._cuda(*c.factors, None, c.out_sizes, c.ranks), want_delta(c, base=False), f"without base, call {seed}")
+        assert_equal(
+            ops._cuda(*c.factors, None, c.out_sizes, c.ranks), want_delta(c, base=False), f"without base, call {seed}"
+        )
         ops._cuda_(c.base, *c.factors, c.out_sizes, c.ranks)
         assert_equal(c.base, want, f"in place, call {seed}")
     assert delta_gpu.first == 3 and len(delta_gpu.launches) == 9, "each signature goes the ordinary way once"
