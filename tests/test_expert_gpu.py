@@ -7,6 +7,7 @@ import torch
 from cases import assert_bits, assert_equal, rounded
 from test_expert_kernels import build, want_delta
 from test_expert_mlp_kernels import PLACEMENTS, gradients, layer, run_reference
+from test_graphs import captured
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import launch_experts, reference
@@ -42,15 +43,16 @@ def test_a_replay_follows_the_routing(router_weight, tokens):
         assert (y - exact).abs().max() <= 3 * (usual - exact).abs().max() + 1e-5
 
 
-def test_a_capture_that_must_compile_fails_closed_and_can_be_retried():
+def test_a_first_call_inside_a_capture_names_its_op():
     c = build(tokens=3, features=200, out=136, rank=11, seed=1)
-    args = (*c.args(), c.base)
-    with pytest.raises(RuntimeError, match="not compiled yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        torch.ops.grouped_lora.expert_delta(*args)
-    torch.ops.grouped_lora.expert_delta(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = torch.ops.grouped_lora.expert_delta(*args)
+
+    def call():
+        return torch.ops.grouped_lora.expert_delta(*c.args(), c.base)
+
+    with pytest.raises(RuntimeError, match=r"^grouped_lora\.expert_delta: .*not compiled yet"):
+        captured(call, warm=False)
+    torch.cuda.synchronize()
+    graph, y = captured(call)
     graph.replay()
     assert_equal(y, want_delta(c))
 

@@ -202,6 +202,7 @@ def gate_up(
         hs, bs = strides(h, 3, h_vec), strides(b, b_unit, b_vec)
         per_token = h.shape[1] != routes
     xs, ws = strides(x, x_unit, x_vec), strides(w, w_unit, w_vec)
+    pdl = config.pdl and h is not None  # behind the shrink alone: another kernel that lets us start early may be writing x
     launch(
         name,
         gate_up_kernel,
@@ -219,9 +220,9 @@ def gate_up(
             groups, 1 if h is None else h.shape[0], ACTIVATIONS[activation], limit is not None, config.mode, config.plan_rows,
             config.block_m, config.block_n, config.block_k, config.rank_block, max(1, cdiv(rank, config.rank_block)),
             config.n_first, x_vec, x_unit, w_vec, w_unit, h_vec, b_vec, b_unit, o_vec, n_vec,
-            features % config.block_k == 0, config.precision, config.pdl,
+            features % config.block_k == 0, config.precision, pdl,
         ),
         config.num_warps,
         config.num_stages,
-        config.pdl,
+        pdl,
     )  # fmt: skip

@@ -203,6 +203,7 @@ def linear(
     xs, ws, os_ = strides(x, x_unit, x_vec), strides(w, w_unit, w_vec), strides(out, o_unit, o_vec)
     n_blocks = cdiv(out_features, config.block_n)
     top_k = ids.shape[1]
+    pdl = config.pdl and h is not None  # behind the shrink alone: another kernel that lets us start early may be writing x
     launch(
         name,
         expert_linear_kernel,
@@ -221,9 +222,9 @@ def linear(
             sum_groups, h_groups, 1 if h is None else h.shape[0], 0 if bias is None else 2 if staged else 1, config.mode,
             config.plan_rows, config.block_m, config.block_n, config.block_k, config.rank_block,
             max(1, cdiv(rank, config.rank_block)), config.n_first, x_vec, x_unit, w_vec, w_unit, h_vec, b_vec, b_unit, o_vec,
-            o_unit, n_vec, features % config.block_k == 0, config.precision, config.pdl,
+            o_unit, n_vec, features % config.block_k == 0, config.precision, pdl,
         ),
         config.num_warps,
         config.num_stages,
-        config.pdl,
+        pdl,
     )  # fmt: skip
