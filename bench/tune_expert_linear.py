@@ -1,0 +1,173 @@
+"""Time launch configurations of `expert_linear` against `grouped_mm`'s base alone: `python -m bench.tune_expert_linear --out results.json`.
+
+Every candidate must be exact on small integers (base and delta in float64, rounded once) before it is timed, and have the
+default's bits on random ones. "base alone" is PyTorch's grouped_mm over rows that are sorted already; "no lora" our own
+kernel without a delta; "mlp" a whole `expert_mlp` with both pairs (its plan made inside). --tiny: anywhere, tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from grouped_lora_ops import launch_experts as le
+from grouped_lora_ops.ops import common, expert_cuda
+
+from . import expert_workloads as workloads
+from .contenders import grouped_mm
+from .measure import timer_for
+from .tune_experts import DEVICE, make_plan
+
+DEFAULT = le.linear
+TOKENS = (1, 8, 64, 256, 4096)
+
+
+def chosen(args) -> list[workloads.ExpertWorkload]:
+    rows = [
+        workloads.ExpertWorkload(f"linear-{model}-{projection}-r{rank}-T{tokens}", model, projection, tokens, rank, 1)
+        for model in ("qwen3-30b", "dsv3")
+        for projection in ("gate_up", "down")
+        for rank in (16, 64)
+        for tokens in TOKENS
+    ]
+    rows = [w for w in rows if not args.k or any(k in w.name for k in args.k)]
+    return [w.tiny() for w in rows] if args.tiny else rows
+
+
+def candidates(p: le.ExpertProblem) -> dict[str, le.ExpertLinearConfig]:
+    rows = le.rows_each(p)
+    tiles = [
+        (16, 32, 128, 4, 5, True), (16, 64, 128, 4, 4, True), (16, 64, 128, 4, 5, False), (16, 64, 64, 4, 8, True),
+        (16, 128, 64, 4, 6, True), (16, 128, 128, 4, 4, True), (16, 64, 256, 4, 3, True), (16, 32, 256, 4, 4, True),
+    ]  # fmt: skip
+    if rows >= 12:
+        tiles += [(32, 64, 128, 4, 4, True), (32, 128, 64, 4, 4, True), (64, 64, 64, 4, 4, True), (64, 128, 64, 4, 4, True)]
+    if rows >= 24:
+        tiles = tiles[-4:] + [
+            (64, 128, 64, 4, 3, False), (64, 256, 64, 8, 3, True), (64, 256, 64, 8, 4, False), (128, 128, 64, 8, 4, True),
+            (128, 128, 64, 8, 3, False), (128, 128, 64, 4, 3, True), (128, 256, 64, 8, 3, True), (128, 256, 64, 8, 3, False),
+        ]  # fmt: skip
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "n_first")
+    found = {"default": DEFAULT(p)}
+    found.update({str(t): le.linear_with(p, **dict(zip(names, t))) for t in tiles})
+    return found
+
+
+def tensors(w, seed: int | None) -> dict:
+    """x, W, A, B: small integers for seed None."""
+    make = workloads.integer_set if seed is None else workloads.random_set
+    t = make(w, DEVICE, 0 if seed is None else seed)
+    del t["base"]
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    shape = (w.experts, w.N, w.D)
+    if seed is None:
+        t["weight"] = torch.randint(-2, 3, shape, device=DEVICE, dtype=torch.int8, generator=generator).to(w.dtype)
+    else:
+        t["weight"] = torch.randn(shape, device=DEVICE, dtype=w.dtype, generator=generator).mul_(w.D**-0.5)
+    return t
+
+
+def call(t: dict, shared: dict, plan, lora: bool = True):
+    a, b, scalings = (t["lora_a"], t["lora_b"], shared["scalings"]) if lora else (None, None, None)
+    return expert_cuda.linear(t["x"], t["weight"], a, b, shared["expert_ids"], None, scalings, None, None, None, plan)
+
+
+def use(config: le.ExpertLinearConfig | None) -> None:
+    le.linear = DEFAULT if config is None else lambda p, transposed=False: config
+    common.configured.cache_clear()
+
+
+def exact(w, t: dict, shared: dict) -> torch.Tensor:
+    ids = shared["expert_ids"].flatten().long()
+    base = torch.zeros(w.M, w.N, dtype=torch.float64, device=DEVICE)
+    for e in ids.unique().tolist():
+        rows = (ids == e).nonzero()[:, 0]
+        base[rows] = t["x"][rows if w.projection == "down" else rows // w.top_k].double() @ t["weight"][e].double().t()
+    wide = (t[name].double() for name in ("x", "lora_a", "lora_b"))
+    return workloads.float64_delta(w, *wide, base, shared).float().to(w.dtype)
+
+
+def base_alone(w, t: dict, shared: dict):
+    """grouped_mm over rows gathered and sorted before the clock starts."""
+    ids = shared["expert_ids"].flatten().long()
+    order = torch.argsort(ids, stable=True)
+    rows = t["x"][order if w.projection == "down" else order // w.top_k].contiguous()
+    ends = torch.searchsorted(ids[order], torch.arange(w.experts, device=DEVICE), right=True).to(torch.int32)
+    return lambda: grouped_mm(rows, t["weight"].transpose(1, 2), ends)
+
+
+def mlp_call(w):
+    """A whole layer, for the model's down as well."""
+    down = replace(w, projection="down")
+    first, second = tensors(w, 1), tensors(down, 2)
+    shared = workloads.shared_inputs(w, DEVICE)
+    weights = torch.rand(w.T, w.top_k, device=DEVICE)
+    layer = (first["x"], shared["expert_ids"], weights, first["weight"], second["weight"], first["lora_a"], first["lora_b"],
+             second["lora_a"], second["lora_b"], None, shared["scalings"], None, None, "swiglu", None, "post_down", None, None)  # fmt: skip
+    return lambda: expert_cuda.mlp(*layer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("-k", action="append", help="part of a workload's name; may be repeated")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--top", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args()
+    timer, results = timer_for(DEVICE), []
+    for w in chosen(args):
+        shared = workloads.shared_inputs(w, DEVICE)
+        plan = make_plan(replace(w, slots=1), shared) if le.needs_plan(w.M) else None
+        p = le.ExpertProblem(
+            *(common._facts(torch.cuda.current_device()) if DEVICE.type == "cuda" else common.INTERPRETER),
+            w.dtype.itemsize, w.M, w.experts, 1, w.groups, w.groups, w.D, w.N // w.groups, w.rank,
+        )  # fmt: skip
+        integers = tensors(w, None)
+        right = exact(w, integers, shared)
+        made, rows, bits = None, [], None
+        for label, config in candidates(p).items():
+            use(config)
+            try:
+                if not torch.equal(call(integers, shared, plan), right):
+                    print(f"{w.name} {label}: WRONG, not timed", flush=True)
+                    rows.append({"label": label, "wrong": True})
+                    continue
+                made = made or tensors(w, 1)
+                got = call(made, shared, plan)
+                bits = got if bits is None else bits
+                us = timer.graph_us([lambda t=made, s=shared, q=plan: call(t, s, q)], rounds=args.rounds)
+            except Exception as error:  # too much shared memory, a compiler limit: the candidate drops out
+                print("skipped:", w.name, label, type(error).__name__, str(error)[:80], flush=True)
+                continue
+            rows.append({"label": label, "us": round(us, 2), "same_bits": torch.equal(got, bits)})
+        use(None)
+        integers = right = None
+        alone = None
+        if w.dtype == torch.bfloat16:
+            try:
+                alone = round(timer.graph_us([base_alone(w, made, shared)], rounds=args.rounds), 2)
+            except RuntimeError as error:
+                print("no grouped_mm:", w.name, str(error)[:80])
+        ours = timer.graph_us([lambda t=made, s=shared: call(t, s, None, False)], rounds=args.rounds)
+        whole = None
+        if w.projection == "gate_up" and w.model != "dsv3":
+            whole = round(timer.graph_us([mlp_call(w)], rounds=args.rounds), 2)
+        timed = sorted((r for r in rows if "us" in r), key=lambda r: r["us"])
+        print(f"{w.name}: grouped_mm base alone {alone}, no lora {ours:.1f}, mlp {whole}, default", end=" ")
+        print([r["us"] for r in timed if r["label"] == "default"], "differ:", [r["label"] for r in timed if not r["same_bits"]][:4])
+        for r in timed[: args.top]:
+            print("   ", r["us"], r["label"], flush=True)
+        results.append({"workload": w.name, "base_alone": alone, "no_lora": round(ours, 2), "mlp": whole, "rows": rows})
+        args.out.write_text(json.dumps(results, indent=0))
+        made = None
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
