@@ -4,7 +4,8 @@ Importing the package registers `torch.ops.grouped_lora.*`; the functions here a
 """
 
 from . import reference
-from .plan import PlanView, refill
+from .plan import ExpertPlanView, PlanView, refill
+from .plan import expert_view as expert_plan_view
 from .plan import view as plan_view
 from .warmup import Shape, warmup
 
@@ -13,6 +14,7 @@ from .ops import delta, delta_, expand, expand_, expert_delta, expert_linear, ex
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExpertPlanView",
     "PlanView",
     "Shape",
     "delta",
@@ -23,6 +25,7 @@ __all__ = [
     "expert_linear",
     "expert_mlp",
     "expert_plan",
+    "expert_plan_view",
     "plan",
     "plan_view",
     "reference",

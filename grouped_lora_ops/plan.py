@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import launch_experts
+
 
 class PlanView(NamedTuple):
     """A plan's parts, views of the one tensor.
@@ -38,3 +40,32 @@ def view(plan: Tensor, num_slots: int) -> PlanView:
 def refill(plan: Tensor, adapter_ids: Tensor, num_slots: int) -> None:
     """Make `plan` the plan of other ids, in place: what a captured graph replays, or a buffer that outlives a batch."""
     plan.copy_(torch.ops.grouped_lora.plan(adapter_ids, num_slots))
+
+
+class ExpertPlanView(NamedTuple):
+    """The parts of `expert_plan`'s tensor, views of it.
+
+    For topk_ids = [[1, 0], [1, −1]], adapter_ids = [0, −1], E = 2 experts and L = 1 slot the routes' pairs e · 2 + l are
+    [2, 0, 3, masked 4], and the plan says:
+    rows   = [1, 0, 2, 3]: expert 0's route, expert 1's with adapter 0, expert 1's without one, the masked route.
+    ends   = [1, 3]: behind expert 0's last route, behind expert 1's. count = [4] tiles.
+    pairs  = [0, 2, 3, 4], starts = [0, 1, 2, 3 | 4]: the tiles and, at the end, M; −1 and M where there is room for more.
+    """
+
+    rows: Tensor  # [M], the order that `grouped_mm` wants
+    ends: Tensor  # [E], its offsets
+    count: Tensor  # [1]
+    pairs: Tensor  # [room]
+    starts: Tensor  # [room + 1]
+
+
+def expert_view(plan: Tensor, routes: int, num_experts: int, num_slots: int) -> ExpertPlanView:
+    """Take the plan of M routes, E experts and L slots apart; no copy."""
+    size = launch_experts.plan_size(routes, num_experts, num_slots)
+    if plan.dim() != 1 or plan.dtype != torch.int32 or plan.shape[0] != size:
+        raise ValueError(
+            f"grouped_lora.expert_plan: plan must be int32 [{size}] for {routes} routes, {num_experts} experts and "
+            f"{num_slots} slots; got {str(plan.dtype).removeprefix('torch.')} {list(plan.shape)}."
+        )
+    room = launch_experts.plan_room(routes, num_experts, num_slots)
+    return ExpertPlanView(*plan.split([routes, num_experts, 1, room, room + 1]))

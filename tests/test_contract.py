@@ -28,7 +28,7 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "_library.py": set(),
     "_checks.py": set(),
     "_checks_experts.py": {"_checks", "launch_experts"},
-    "plan.py": {"ops"},
+    "plan.py": {"ops", "launch_experts"},
     "warmup.py": {"launch", "ops"},
     "layouts": {"layouts"},
     "adapters": {"adapters", "layouts", "_checks"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from cases import assert_equal
@@ -114,6 +116,72 @@ def test_the_size_depends_on_shapes_alone():
     with FakeTensorMode():
         fake = glo.expert_plan(torch.empty(7, 3, dtype=torch.int32), None, 5, 2)
     assert fake.shape == (launch_experts.plan_size(21, 5, 2),) and fake.dtype == torch.int32
+
+
+def test_the_view():
+    """The example of its docstring; its rows and ends drive torch's own grouped product."""
+    ids, adapters = torch.tensor([[1, 0], [1, -1]]), torch.tensor([0, -1])
+    view = glo.expert_plan_view(glo.expert_plan(ids, adapters, 2, 1), 4, 2, 1)
+    assert view.rows.tolist() == [1, 0, 2, 3] and view.ends.tolist() == [1, 3] and view.count.tolist() == [4]
+    assert view.pairs.tolist() == [0, 2, 3, 4] and view.starts.tolist() == [0, 1, 2, 3, 4]
+    ids, _ = (torch.tensor(t) for t in draw(20, 2, 5, 1))
+    view = glo.expert_plan_view(glo.expert_plan(ids, None, 5, 1), 40, 5, 1)
+    x, weight = torch.randn(20, 16).bfloat16(), torch.randn(5, 24, 16).bfloat16()
+    live = int(view.ends[-1])
+    rows = view.rows[:live]
+    got = torch._grouped_mm(x[rows // 2], weight.transpose(1, 2), offs=view.ends)
+    want = torch.stack([x[m // 2] @ weight[ids.flatten()[m]].t() for m in rows.tolist()])
+    assert torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+    with pytest.raises(ValueError, match=r"^grouped_lora.expert_plan: plan must be int32 \[\d+\] for 41 routes, 5 experts and 1 slots"):
+        glo.expert_plan_view(view.rows, 41, 5, 1)
+
+
+def problems(count):
+    random_ = random.Random(0)
+    for _ in range(count):
+        yield launch_experts.ExpertProblem(
+            arch=random_.choice(["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_123"]),
+            sms=random_.choice([1, 20, 132, 148]),
+            itemsize=random_.choice([2, 4]),
+            routes=int(2 ** random_.uniform(0, 18)),
+            experts=random_.choice([1, 8, 128, 256, 1024]),
+            slots=random_.choice([1, 2, 8, 64]),
+            groups=random_.choice([1, 2]),
+            a_groups=random_.choice([1, 2]),
+            in_features=random_.choice([1, 100, 768, 2048, 7168]),
+            out_features=random_.choice([1, 127, 1024, 4096]),
+            rank=random_.randint(1, 512),
+        )
+
+
+def test_every_problem_gets_a_configuration():
+    """And what fixes a row's bits does not depend on the batch."""
+    for p in problems(1500):
+        rows, room = (f(p.routes, p.experts, p.slots) for f in (launch_experts.plan_rows, launch_experts.plan_room))
+        fixed = launch_experts.chunk_of(p.in_features), launch_experts.chunks_of(p.in_features)
+        block = launch_experts.rank_block(p.rank, p.itemsize)
+        config = launch_experts.delta(p)
+        assert (config.fused is None) == (config.shrink is not None) == (config.expand is not None)
+        products = (launch_experts.linear(p), launch_experts.linear(p, True), launch_experts.gate_up(p))
+        for part in (config.fused, config.shrink, config.expand, launch_experts.shrink(p, False), *products):
+            if part is None:
+                continue
+            assert part.rank_block == block
+            if hasattr(part, "chunk"):
+                assert (part.chunk, part.chunks) == fixed and part.chunk % part.block_k == 0
+            if part.mode == launch_experts.PLAN:
+                assert part.plan_rows == rows and rows % part.block_m == 0
+                assert part.tiles == launch_experts.plan_tiles(p.routes, p.experts, p.slots) * (rows // part.block_m)
+                assert part.tiles <= room * 8
+            else:
+                assert part.tiles == p.routes <= launch_experts.ROUTE_LIMIT
+        if config.fused is not None:
+            assert p.rank <= block
+        if config.shrink is not None:
+            columns = block * launch_experts.cdiv(p.rank, block) * p.a_groups
+            assert columns % min(config.shrink.block_c, columns) == 0
+        assert launch_experts.wgrad(p).run >= 1
+        assert launch_experts.expert_plan(p.routes, p.experts, p.slots).programs >= 0
 
 
 @pytest.mark.parametrize(
