@@ -87,14 +87,13 @@ class FusedConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A kernel of csrc/delta.cu or delta_wide.cu, by its sizes, and how the work is dealt out."""
+    """A kernel of csrc/delta.cu, by its four sizes, and how the work is dealt out."""
 
     tiles: int  # clusters along the rows
     block_m: int  # rows of a tile
     ranks: int  # the most it can do
-    rank_split: int = 1  # blocks of a cluster that share r
-    block_n: int = 128
-    wide: bool = False  # csrc/delta_wide.cu, which has one kernel for (block_m, ranks); its rows come from a plan where L > 1
+    rank_split: int  # blocks of a cluster that share r
+    block_n: int
     merged: int = 1  # groups whose rows share a tile, a power of 2
     spread: int = 1  # clusters that share N
     cluster: int = 8  # blocks
@@ -102,8 +101,7 @@ class CudaConfig:
 
     @property
     def kernel(self) -> str:
-        sizes = (self.block_m, self.ranks) if self.wide else (self.block_m, self.ranks, self.rank_split, self.block_n)
-        return "_".join(map(str, sizes))
+        return f"{self.block_m}_{self.ranks}_{self.rank_split}_{self.block_n}"
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,18 @@ class PlanConfig:
     steps: int  # such blocks a program
     programs: int
     block_l: int
+
+
+@dataclass(frozen=True)
+class PlanCudaConfig:
+    """csrc/plan.cu: one cluster, `rounds` items a thread."""
+
+    blocks: int
+    rounds: int
+    shared: int  # bytes
+    most_shared: int  # … that a block of this GPU may have
+    wide: bool  # clusters of 16 blocks, not 8
+    overlap: bool  # programmatic dependent launch
 
 
 @dataclass(frozen=True)
@@ -339,7 +349,6 @@ def _fused(p: Problem) -> FusedConfig | None:
 # The kernels that csrc/delta.cu instantiates: (rows, ranks, splits of r, columns of N a step).
 CUDA_KERNELS = ((16, 16, 1, 128), (16, 32, 1, 128), (16, 64, 1, 128), (16, 64, 2, 128), (16, 64, 2, 64), (16, 128, 2, 64))
 CUDA_TOKENS = 256  # it sorts the ids with a thread a token
-WIDE_KERNELS = ((64, 16), (128, 16), (256, 16), (64, 64), (128, 64), (256, 64))  # of csrc/delta_wide.cu: (rows, ranks)
 
 
 def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spread: int = 1, overlap: bool = True) -> CudaConfig:
@@ -358,19 +367,17 @@ def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spr
     )
 
 
-def wide(p: Problem, block_m: int, overlap: bool = True) -> CudaConfig:
-    tiles = tile_count(block_m, p.tokens, p.slots, p.slots == 1)
-    return CudaConfig(tiles, block_m, 16 if p.rank <= 16 else 64, wide=True, overlap=overlap)
-
-
 def _cuda(p: Problem) -> CudaConfig | None:
-    """csrc/delta.cu where it was faster than the Triton kernels on an H200: a few rows."""
-    if p.arch != "sm_90" or p.itemsize != 2 or p.rank > 64 or p.tokens > 8 or p.in_features < 1024:
+    """csrc/delta.cu where it was faster than the Triton kernels on an H200 (bench/NOTES.md): a few rows."""
+    if p.arch != "sm_90" or p.itemsize != 2 or p.rank > 64 or p.in_features < 1024:
         return None
-    kernel = (16, 16, 1, 128) if p.rank <= 16 else (16, 32, 1, 128) if p.rank <= 32 else (16, 64, 2, 128)
+    if p.tokens > (8 if p.rank <= 16 else 4) or (p.rank > 16 and p.groups == 1):
+        return None
+    kernel = (16, 16, 1, 128) if p.rank <= 16 else (16, 32, 1, 128) if p.rank <= 32 else (16, 64, 2, 64)
+    tiles = estimated_tiles(p, kernel[0])
+    merge = p.shared_a and p.groups in (2, 4, 8) and tiles * p.groups > 16
     blocks = cdiv(p.out_features, kernel[3] * PARTS * kernel[2])
-    spread = max(1, min(4, blocks, p.sms // (PARTS * kernel[2] * p.groups)))
-    return cuda(p, kernel, spread=spread)
+    return cuda(p, kernel, merge, spread=max(1, min(4, p.groups if merge else blocks, 16 // (tiles * (1 if merge else p.groups)))))
 
 
 def delta(p: Problem) -> DeltaConfig:
@@ -409,6 +416,33 @@ def plan(tokens: int, slots: int) -> PlanConfig:
     blocks = max(1, cdiv(tokens, block))
     steps = 1 if blocks <= 64 else 4 if blocks <= 512 else 16
     return PlanConfig(block, steps, cdiv(blocks, steps), max(16, power_of_2(slots + 1)))
+
+
+PLAN_THREADS, PLAN_BLOCKS, PLAN_ROUNDS = 512, 16, 32  # as in csrc/plan.cu: most blocks of a cluster, most items of a thread
+
+
+def plan_cuda_with(arch: str, items: int, buckets: int, tiles: bool, blocks: int) -> PlanCudaConfig | None:
+    """csrc/plan.cu for `items` rows or routes in `buckets` buckets; None where they do not fit into shared memory."""
+    wide = arch in ("sm_90", "sm_100")
+    rounds, width = cdiv(items, blocks * PLAN_THREADS), cdiv(buckets, 8) * 8
+    shared = width * (2 * PLAN_THREADS // 32 + 2 * blocks + (12 if tiles else 4)) + 4 * PLAN_THREADS * rounds + 8 * PLAN_THREADS // 32 + 16
+    most = (227 if wide else 99) << 10
+    if shared > most or rounds > PLAN_ROUNDS or width > 8 * PLAN_THREADS or blocks > (PLAN_BLOCKS if wide else 8):
+        return None
+    return PlanCudaConfig(blocks, rounds, shared, most, wide, has_pdl(arch))
+
+
+def plan_cuda(arch: str, items: int, buckets: int, tiles: bool) -> PlanCudaConfig | None:
+    """A block for every 512 items, up to a cluster; fewer blocks where each then has room for the buckets."""
+    if not has_pdl(arch):
+        return None  # no clusters
+    blocks = min(PLAN_BLOCKS if arch in ("sm_90", "sm_100") else 8, power_of_2(cdiv(max(items, 1), PLAN_THREADS)))
+    while blocks:
+        config = plan_cuda_with(arch, items, buckets, tiles, blocks)
+        if config is not None:
+            return config
+        blocks //= 2
+    return None
 
 
 def wgrad(p: Problem, width: int) -> WgradConfig:

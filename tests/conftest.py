@@ -103,8 +103,7 @@ def force(monkeypatch):
     """force("plan fused tall") makes the launch choice at sizes that would choose otherwise.
 
     cuda: csrc/delta.cu (on a GPU); merged: the groups' rows in one tile; spread: two clusters share N; early: not
-    started before the kernel ahead has ended; split2: its blocks split r; wide64, wide128, wide256: csrc/delta_wide.cu
-    with so many rows a tile. plan: rows come from a plan at any T. fused, split, whole: delta in one launch, or two with
+    started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused, split, whole: delta in one launch, or two with
     the sum over D cut or not. tall: 64-row tiles and several blocks of N a program.
     """
     from grouped_lora_ops import launch
@@ -132,9 +131,6 @@ def force(monkeypatch):
 
             def choose(p):
                 two = launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))
-                tall = next((int(word[4:]) for word in words if word.startswith("wide")), None)
-                if tall is not None:
-                    return replace(two, cuda=launch.wide(p, tall)) if p.itemsize == 2 and p.rank <= 64 else two
                 able = [k for k in launch.CUDA_KERNELS if k[1] >= p.rank and (k[2] > 1 or "split2" not in words)]
                 if p.itemsize != 2 or p.tokens > launch.CUDA_TOKENS or not able:
                     return two

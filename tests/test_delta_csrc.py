@@ -1,4 +1,4 @@
-"""csrc/delta.cu and delta_wide.cu behind `delta` and `delta_`: exact, with the Triton kernels' bits, whatever the guess."""
+"""csrc/delta.cu behind `delta` and `delta_`: exact, with the Triton kernels' bits, whatever the guess."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_delta import check
 from grouped_lora_ops import launch
 from grouped_lora_ops.ops import delta_cuda
 
-HOW = ["cuda", "cuda split2", "cuda merged", "cuda spread", "cuda early", "cuda wide64", "cuda wide128", "cuda wide256"]
+HOW = ["cuda", "cuda split2", "cuda merged", "cuda spread", "cuda early"]
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
@@ -87,7 +87,7 @@ def test_the_bits_of_the_triton_kernels(force, launches, dtype, features):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["cuda", "cuda merged", "cuda early", "cuda wide64"])
+@pytest.mark.parametrize("how", ["cuda", "cuda merged", "cuda early"])
 def test_a_chain_of_calls_reads_what_the_call_before_wrote(force, launches, how):
     """Each call starts before the one ahead has ended; its x, and the ids it guessed from, are written meanwhile."""
     force(how)
@@ -201,9 +201,6 @@ def test_the_choice_names_kernels_that_exist():
     from grouped_lora_ops import _builds, cuda
 
     text = (_builds.sources(cuda.PACKAGE) / "delta.cu").read_text()
-    wide = (_builds.sources(cuda.PACKAGE) / "delta_wide.cu").read_text()
-    found = re.findall(r"^ +WIDE\(E, (\d+), (\d+), \d+, \d+, \d+\)", wide, re.MULTILINE)
-    assert sorted(tuple(map(int, f)) for f in found) == sorted(launch.WIDE_KERNELS)
     found = re.findall(r"^ +DELTA\(E, (\d+), (\d+), (\d+), (\d+), \d+\)", text, re.MULTILINE)
     assert sorted(tuple(map(int, f)) for f in found) == sorted(launch.CUDA_KERNELS)
     for tokens in (1, 5, 8, 16, 256, 1024, 5000):
@@ -211,9 +208,7 @@ def test_the_choice_names_kernels_that_exist():
             for groups, slots in ((1, 1), (4, 8), (32, 64)):
                 config = launch.delta(launch.Problem("sm_90", 132, 2, tokens, groups, 4096, 1024, rank, slots)).cuda
                 if config is not None:
-                    assert config.ranks >= rank and tuple(map(int, config.kernel.split("_"))) in (
-                        launch.WIDE_KERNELS if config.wide else launch.CUDA_KERNELS
-                    )
+                    assert config.ranks >= rank and tuple(map(int, config.kernel.split("_"))) in launch.CUDA_KERNELS
 
 
 def test_only_measured_gpus_get_it():

@@ -19,7 +19,7 @@ class DeltaParams(ctypes.Structure):
     """struct Params of csrc/delta.cu."""
 
     _fields_ = [
-        *[(n, ctypes.c_void_p) for n in ("x", "a", "b", "base", "out", "ids", "plan", "ranks", "scalings")],
+        *[(n, ctypes.c_void_p) for n in ("x", "a", "b", "base", "out", "ids", "ranks", "scalings")],
         *[(n, ctypes.c_int64) for n in "ids_stride x_t x_g a_l a_g a_r b_l b_g b_n p_t p_g o_t o_g".split()],
         *[
             (n, ctypes.c_uint32)

@@ -94,8 +94,7 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     problem = common.problem(x, dims.tokens, dims.groups, dims.in_features, widest, dims.rank, dims.slots, shared_a)
     config = common.configured(launch.delta, problem)
     if config.cuda is not None and delta_cuda.fits(xg, ag, bg, baseg, outg, sizes):
-        rows = common.plan_for(adapter_ids, dims.slots, plan, config.cuda.wide and dims.slots > 1)
-        if delta_cuda.delta(name, xg, ag, bg, baseg, outg, adapter_ids, rows, ranks, scalings, sizes, copy, config.cuda):
+        if delta_cuda.delta(name, xg, ag, bg, baseg, outg, adapter_ids, ranks, scalings, sizes, copy, config.cuda):
             return
     mode = (config.fused or config.shrink).mode
     plan = common.plan_for(adapter_ids, dims.slots, plan, mode == launch.PLAN)

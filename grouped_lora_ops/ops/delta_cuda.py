@@ -1,4 +1,4 @@
-"""y = base + scaling · (x Aᵀ) Bᵀ in one launch of csrc/delta.cu (a few rows) or csrc/delta_wide.cu (up to some thousands)."""
+"""y = base + scaling · (x Aᵀ) Bᵀ for a few rows, in one launch of csrc/delta.cu."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from .. import cuda
 from ..launch import CudaConfig, chunk_of, chunks_of
 
-MAX_SLICES = 8
+THREADS, MAX_SLICES = 256, 8
 IDS64, COPY, OVERLAP = 1, 2, 4
-# struct Params: x a b base out ids plan ranks scalings; strides; sizes and flags; where slices start
-LAYOUT = "9P13q11I9I"
+# struct Params: x a b base out ids ranks scalings; strides; sizes and flags; where slices start
+LAYOUT = "8P13q11I9I"
 
 
 def _vectors(t: Tensor | None, *axes: int) -> bool:
@@ -47,7 +47,6 @@ def delta(
     base: Tensor | None,  # [T, G, N]
     out: Tensor,  # [T, G, N]
     ids: Tensor,
-    plan: Tensor | None,
     ranks: Tensor | None,
     scalings: Tensor,
     sizes: tuple | None,
@@ -58,16 +57,15 @@ def delta(
 
     The layouts must be such as `fits` accepts.
     """
-    stem = "delta_wide" if config.wide else "delta"
-    module = cuda.module(name, stem, out.device.index)
+    module = cuda.module(name, "delta", out.device.index)
     if module is None:
         return False
     tokens, groups, columns = out.shape
     slots, rank, features = a.shape[0], a.shape[2], x.shape[2]
     groups = groups if sizes is None else len(sizes)
     kernel = f"{'fp16' if x.dtype == torch.float16 else 'bf16'}_{config.kernel}"
-    shared = module.constant(name, f"shared_{stem}_{kernel}")
-    function = module.function(name, f"{stem}_{kernel}", shared, config.rank_split > 1)
+    shared = module.constant(name, f"shared_delta_{kernel}")
+    function = module.function(name, f"delta_{kernel}", shared, config.rank_split > 1)
 
     def stride(t: Tensor | None, axis: int) -> int:
         return 0 if t is None or t.shape[axis] == 1 else t.stride(axis)
@@ -77,7 +75,7 @@ def delta(
         starts[i + 1] = starts[i] + size
     flags = (IDS64 if ids.dtype.itemsize == 8 else 0) | (COPY if copy else 0) | (OVERLAP if config.overlap else 0)
     values = (
-        x, a, b, base, out, ids, plan, ranks, scalings,
+        x, a, b, base, out, ids, ranks, scalings,
         ids.stride(0), stride(x, 0), stride(x, 1), stride(a, 0), stride(a, 1), stride(a, 2),
         stride(b, 0), stride(b, 1), stride(b, 2), stride(base, 0), stride(base, 1), stride(out, 0), stride(out, 1),
         tokens, slots, features, columns, rank, chunk_of(features), chunks_of(features),
@@ -86,7 +84,7 @@ def delta(
     cuda.launch(
         function,
         (config.cluster, config.tiles, groups // config.merged * config.spread),
-        512 if config.wide and config.block_m == 256 else 256,
+        THREADS,
         LAYOUT,
         values,
         shared=shared,
