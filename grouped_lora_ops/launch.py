@@ -341,7 +341,7 @@ def _fused(p: Problem) -> FusedConfig | None:
         return fused(p, 16, block_n=128, block_k=128, num_stages=4, n_stages=3)
     if block_r == 64 and work >= 128 * p.sms and rows >= 256:
         if rows >= 2048:
-            return fused(p, 128, n_stages=3)
+            return fused(p, 128, num_warps=8, n_stages=3)
         return fused(p, 64, block_k=128, n_stages=4)
     return None
 

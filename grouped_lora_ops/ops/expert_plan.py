@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, launch, launch_experts, reference
+from .. import _checks, driver, launch, launch_experts, reference
 from .._library import define
 from ..reference.expert_plan import route_pairs
-from . import common
+from . import common, plan_cuda
+from .prepared import prepared
 
 
 def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
@@ -23,9 +24,10 @@ def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, 
 
     topk_ids: [T, K] int32 or int64. adapter_ids: [T] int32 or int64, −1 = no adapter; None: slot 0 for every token.
     num_experts: E. num_slots: L, the slots of the adapter buffers. A plan serves every expert op of that layer; it is
-    needed only from M = 129 on (below, kernels read the ids themselves), and an op without one makes its own. Two
-    launches and no host sync; its size depends on M, E and L alone, so a captured graph can make it anew at every
-    replay. More than 8192 routes over more than 2045 pairs are sorted by torch.sort, in some launches more.
+    needed only from M = 129 on (below, kernels read the ids themselves), and an op without one makes its own. One
+    launch and no host sync; its size depends on M, E and L alone, so a captured graph can make it anew at every replay.
+    Where csrc/plan.cu cannot be had or the sizes do not fit it: two launches; more than 8192 routes over more than 2045
+    pairs are then sorted by torch.sort, in some launches more.
 
     Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … E or an adapter outside −1 … L−1.
     """
@@ -69,11 +71,16 @@ def build(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_sl
     size, room = (f(routes, num_experts, num_slots) for f in (launch_experts.plan_size, launch_experts.plan_room))
     if routes == 0:
         return torch.zeros(size, dtype=torch.int32, device=topk_ids.device)
+    out = driver.empty((size,), torch.int32, topk_ids.device)
+    arch, buckets = common.facts(topk_ids)[0], launch_experts.pairs(num_experts, num_slots) + 1
+    one = common.configured(launch.plan_cuda, arch, routes, buckets, True) if topk_ids.is_cuda else None
+    rows = launch_experts.plan_rows(routes, num_experts, num_slots)
+    if one is not None and plan_cuda.make("expert_plan", topk_ids, adapter_ids, num_experts, num_slots, out, one, rows, room):
+        return out
     from ..kernels import expert_plan as kernels
 
-    out = torch.empty(size, dtype=torch.int32, device=topk_ids.device)
     config = common.configured(launch_experts.expert_plan, routes, num_experts, num_slots)
-    pdl = launch.has_pdl(common.facts(topk_ids)[0])
+    pdl = launch.has_pdl(arch)
     if config.way == "sort":
         pair, rows = torch.sort(route_pairs(topk_ids, adapter_ids, num_experts, num_slots), stable=True)
         experts = torch.arange(1, num_experts + 1, device=pair.device) * (num_slots + 1)
@@ -83,7 +90,7 @@ def build(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_sl
         kernels.tiles("expert_plan", scratch, routes, num_experts, room, out, config, False)
         return out
     words = 2 * routes if config.way == "rank" else config.programs * config.block_l
-    scratch = torch.empty(words, dtype=torch.int32, device=topk_ids.device)
+    scratch = driver.empty((words,), torch.int32, topk_ids.device)
     make = kernels.rank if config.way == "rank" else kernels.count
     make("expert_plan", topk_ids, adapter_ids, num_experts, num_slots, room, scratch, out, config, pdl)
     return out
@@ -95,7 +102,7 @@ def _cpu(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slo
     return reference.expert_plan(topk_ids, adapter_ids, num_experts, num_slots)
 
 
-@common.on_device
+@prepared
 def _cuda(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
     check("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
     if _checks.CHECK_IDS and not (topk_ids.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _checks, driver, launch, reference
 from .._library import define
-from . import common
+from . import common, plan_cuda
 from .prepared import prepared
 
 
@@ -19,8 +19,9 @@ def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
 
     adapter_ids: [T] int32 or int64, −1 = no adapter. num_slots: L, the slots of the adapter buffers.
     A plan serves every dense op and layout of the batch whose ids it was made from; it is needed only from
-    T = 129 on (below, kernels read adapter_ids themselves), and an op without one makes its own. Two launches, no
-    host sync; its size depends on T and L alone, so a captured graph can make it anew at every replay.
+    T = 129 on (below, kernels read adapter_ids themselves), and an op without one makes its own. One launch (two
+    where csrc/plan.cu cannot be had or the sizes do not fit it), no host sync; its size depends on T and L alone, so a
+    captured graph can make it anew at every replay.
 
     Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … L−1.
     """
@@ -30,13 +31,16 @@ def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
 
 def build(adapter_ids: Tensor, num_slots: int) -> Tensor:
     """The plan by our kernels, arguments already checked."""
+    tokens, arch = adapter_ids.shape[0], common.facts(adapter_ids)[0]
+    out = driver.empty((tokens + num_slots + 2,), torch.int32, adapter_ids.device)
+    one = common.configured(launch.plan_cuda, arch, tokens, num_slots + 1, False) if adapter_ids.is_cuda else None
+    if one is not None and plan_cuda.make("plan", adapter_ids, None, num_slots, 0, out, one):
+        return out
     from ..kernels import plan as kernels
 
-    tokens = adapter_ids.shape[0]
     config = launch.plan(tokens, num_slots)
-    out = driver.empty((tokens + num_slots + 2,), torch.int32, adapter_ids.device)
     scratch = driver.empty((config.programs * config.block_l,), torch.int32, adapter_ids.device)
-    kernels.plan("plan", adapter_ids, num_slots, scratch, out, config, launch.has_pdl(common.facts(adapter_ids)[0]))
+    kernels.plan("plan", adapter_ids, num_slots, scratch, out, config, launch.has_pdl(arch))
     return out
 
 

@@ -1,0 +1,188 @@
+// Runs a kernel of csrc/ on the CPU: every CUDA thread is a fiber, scheduled in random order between synchronisations.
+//
+// What tile.cuh wraps is done here by hand. Stores to other blocks arrive late and in any order; shared memory is as long
+// as the launch says, starts as garbage and has forbidden pages behind it. Stands in for tile.cuh; one cluster is a grid.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <vector>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+#define CLUSTERS 1
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(n)
+#define threadIdx (::cpu::now->index)
+#define blockIdx (::cpu::now->block->index)
+
+namespace cpu {
+constexpr size_t PAGE = 4096, STACK = 64 << 10, MOST_SHARED = 1 << 20;
+struct Index { u32 x; };
+struct Gate {  // a barrier of a fixed number of threads
+    u32 size, waiting = 0, generation = 0;
+};
+struct Barrier { i64 pending, count, bytes; u32 phase; };
+struct Block {
+    Index index;
+    u8 *memory, *pages;
+    Gate gate;
+    std::map<u32, Barrier> barriers;
+    u32 running;
+};
+struct Warp { Gate gate; u64 values[32]; };
+struct Thread {
+    Index index;
+    Block *block;
+    Warp *warp;
+    ucontext_t context;
+    u32 cluster_target = 0;
+    bool done = false;
+};
+struct Send { u32 to, barrier; u8 data[16]; u32 bytes; };
+
+inline Thread *now;
+inline ucontext_t scheduler;
+inline std::vector<std::unique_ptr<Block>> blocks;
+inline std::vector<Send> sends;
+inline Gate cluster;
+inline std::mt19937 chance;
+
+[[noreturn]] inline void fail(const char *what) {
+    fprintf(stderr, "cuda_on_cpu: %s (block %u, thread %u)\n", what, now ? now->block->index.x : 0, now ? now->index.x : 0);
+    abort();
+}
+inline void yield() { swapcontext(&now->context, &scheduler); }
+inline u32 arrive(Gate &g) {  // returns the generation after which all have arrived
+    const u32 mine = g.generation + 1;
+    if (++g.waiting == g.size) g.waiting = 0, g.generation = mine;
+    return mine;
+}
+inline void await(Gate &g, u32 generation) {
+    while ((int)(g.generation - generation) < 0) yield();
+}
+inline u64 exchange(u64 value, u32 from, u64 *all = nullptr) {
+    Warp &w = *now->warp;
+    w.values[now->index.x % 32] = value;
+    await(w.gate, arrive(w.gate));
+    const u64 got = w.values[from];
+    if (all) memcpy(all, w.values, sizeof w.values);
+    await(w.gate, arrive(w.gate));
+    return got;
+}
+inline u8 *at(u32 address) { return blocks.at(address >> 20)->memory + (address & (MOST_SHARED - 1)); }
+inline Barrier &barrier(u32 address) {
+    auto &all = blocks.at(address >> 20)->barriers;
+    const auto found = all.find(address);
+    if (found == all.end()) fail("a barrier is used before it is set up");
+    return found->second;
+}
+inline void settle(Barrier &b) {
+    if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase;
+}
+inline void deliver(size_t i) {
+    const Send s = sends[i];
+    sends[i] = sends.back(), sends.pop_back();
+    if (!blocks.at(s.to >> 20)->running) fail("a store to a block that has ended");
+    memcpy(at(s.to), s.data, s.bytes);
+    Barrier &b = barrier(s.barrier);
+    b.bytes -= s.bytes;
+    settle(b);
+}
+
+// `threads` threads in each of `count` blocks with `shared` bytes of shared memory run `body`.
+inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void()> body) {
+    static std::function<void()> job;
+    job = body, chance.seed(seed), sends.clear(), blocks.clear();
+    cluster = {count * threads};
+    std::vector<std::unique_ptr<Thread>> all;
+    std::vector<std::unique_ptr<Warp>> warps;
+    const size_t stacks = (size_t)count * threads * STACK;
+    u8 *stack = (u8 *)mmap(nullptr, stacks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    for (u32 b = 0; b < count; ++b) {
+        const size_t length = (shared + PAGE - 1) / PAGE * PAGE;
+        u8 *pages = (u8 *)mmap(nullptr, length + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mprotect(pages + length, PAGE, PROT_NONE);
+        memset(pages, 0xcd, length);
+        blocks.emplace_back(new Block{{b}, pages + length - (shared + 15) / 16 * 16, pages, {threads}, {}, threads});
+        for (u32 t = 0; t < threads; ++t) {
+            if (t % 32 == 0) warps.emplace_back(new Warp{{32}, {}});
+            all.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), {}});
+            ucontext_t &c = all.back()->context;
+            getcontext(&c);
+            c.uc_stack.ss_sp = stack + ((size_t)b * threads + t) * STACK, c.uc_stack.ss_size = STACK, c.uc_link = &scheduler;
+            makecontext(&c, (void (*)())+[] { job(), now->done = true, --now->block->running; }, 0);
+        }
+    }
+    std::vector<Thread *> order;
+    for (auto &t : all) order.push_back(t.get());
+    for (u64 idle = 0; !order.empty();) {
+        if (seed) std::shuffle(order.begin(), order.end(), chance);
+        const size_t before = order.size() + sends.size();
+        for (Thread *t : order) now = t, swapcontext(&scheduler, &t->context);
+        now = nullptr;
+        for (size_t n = sends.size(); n > 0; --n)
+            if (chance() % 4 || n == 1) deliver(chance() % sends.size());
+        order.erase(std::remove_if(order.begin(), order.end(), [](Thread *t) { return t->done; }), order.end());
+        idle = order.size() + sends.size() == before ? idle + 1 : 0;
+        if (idle > 20000) fail("the threads wait for each other");
+    }
+    for (auto &b : blocks) munmap(b->pages, (shared + PAGE - 1) / PAGE * PAGE + PAGE);
+    munmap(stack, stacks);
+}
+}  // namespace cpu
+
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 __popc(u32 v) { return __builtin_popcount(v); }
+inline u32 __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
+inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+inline void __syncthreads() { cpu::await(cpu::now->block->gate, cpu::arrive(cpu::now->block->gate)); }
+inline void __syncwarp() { cpu::exchange(0, 0); }
+inline u32 __ballot_sync(u32, bool value) {
+    u64 all[32];
+    cpu::exchange(value, 0, all);
+    u32 votes = 0;
+    for (u32 i = 0; i < 32; ++i) votes |= (u32)all[i] << i;
+    return votes;
+}
+template <class V> V __shfl_up_sync(u32, V value, u32 by) {
+    const u32 lane = threadIdx.x % 32;
+    return cpu::exchange(value, lane >= by ? lane - by : lane);
+}
+inline u32 shared_address(const void *p) { return cpu::now->block->index.x << 20 | (u32)((const u8 *)p - cpu::now->block->memory); }
+inline u32 remote(u32 address, u32 rank) { return (address & (cpu::MOST_SHARED - 1)) | rank << 20; }
+inline void cluster_arrive() { cpu::now->cluster_target = cpu::arrive(cpu::cluster); }
+inline void cluster_wait() { cpu::await(cpu::cluster, cpu::now->cluster_target); }
+inline void barrier_init(u32 barrier, u32 count) { cpu::now->block->barriers[barrier] = {count, count, 0, 0}; }
+inline void barrier_init_fence() {}
+inline void barrier_expect(u32 barrier, u32 bytes) {
+    cpu::Barrier &b = cpu::barrier(barrier);
+    b.bytes += bytes, --b.pending;
+    cpu::settle(b);
+}
+inline void barrier_wait(u32 barrier, u32 phase) {
+    while (cpu::barrier(barrier).phase % 2 == phase) cpu::yield();
+}
+inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
+    cpu::Send s = {to, barrier, {}, bytes};
+    memcpy(s.data, data, bytes);
+    cpu::sends.push_back(s);
+}
+inline void send16(u32 to, float4 v, u32 barrier) { send(to, &v, 16, barrier); }
+inline void wait_for_producer() {}
+inline void let_consumer_start() {}
