@@ -13,7 +13,7 @@ from .launch import cdiv, chunk_of, chunks_of, has_pdl, power_of_2, precision, r
 
 ROUTE, PLAN = 0, 1  # as in kernels.expert_tile
 ROUTE_LIMIT = 128  # up to here a program takes one route and no plan is read: few routes share an expert, and a plan costs 3 µs
-RANK_LIMIT = 8192  # up to here a route's place is counted against all others: M²/132 comparisons a multiprocessor
+RANK_LIMIT = 4096  # up to here a route's place is counted against all others: M²/132 comparisons a multiprocessor
 COUNT_LIMIT = 2048  # (expert, slot) pairs up to which programs count them in a row of scratch each
 
 
@@ -367,12 +367,12 @@ def linear(p: ExpertProblem, transposed: bool = False) -> ExpertLinearConfig:
 
 
 def gate_up(p: ExpertProblem) -> ExpertLinearConfig:
-    """As `linear`, half as wide: a program holds gate and up."""
+    """As `linear`, half as wide: a program holds gate and up. 4 warps spill past rank 64."""
     rows = rows_each(p)
     if rows < 16:
         return linear_with(p, 16, block_n=32, block_k=128, num_stages=5)
     if rows < 96 or p.rank > 64 or narrow(p.arch):
-        return linear_with(p, 64, block_n=64, block_k=64, num_stages=4)
+        return linear_with(p, 64, block_n=64, block_k=64, num_warps=8 if p.rank > 64 else 4, num_stages=4)
     return linear_with(p, 128 if rows >= 256 else 64, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 

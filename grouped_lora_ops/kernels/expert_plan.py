@@ -170,10 +170,10 @@ def rank(name: str, ids: Tensor, adapters: Tensor | None, experts: int, slots: i
          config: ExpertPlanConfig, pdl: bool) -> None:  # fmt: skip
     """Write the plan into out; scratch is [2 · M] int32."""
     m, k, e, slot_count, *strides = sizes(ids, adapters, experts, slots)
-    step = 256 if m > 128 else 128
+    step = 256 if m <= 256 else 512 if m <= 512 else 1024  # few steps: each waits for its ids
     launch(
         name, rank_kernel, (config.programs, 1, 1),
-        (ids, adapters, out, scratch, m, k, e, slot_count, room, *strides), (config.block, step, pdl), 4, 1,
+        (ids, adapters, out, scratch, m, k, e, slot_count, room, *strides), (config.block, step, pdl), step // 64, 1,
     )  # fmt: skip
     tiles(name, scratch, m, experts, room, out, config, pdl)
 
@@ -191,7 +191,9 @@ def count(name: str, ids: Tensor, adapters: Tensor | None, experts: int, slots: 
     constants = (config.block, config.steps, config.block_l)
     at_once = max(1, min(32, (8192 if config.block_l <= 512 else 4096) // config.block_l))  # more spill on sm_90
     grid = (config.programs, 1, 1)
-    launch(name, count_kernel, grid, (ids, adapters, scratch, m, k, e, slot_count, *strides), (*constants, pdl), 4, 1)
+    routes, at_a_time = config.block * config.steps, min(1024, config.block * config.steps)
+    of_count = (at_a_time, cdiv(routes, at_a_time), config.block_l, pdl)
+    launch(name, count_kernel, grid, (ids, adapters, scratch, m, k, e, slot_count, *strides), of_count, 4, 1)
     launch(
         name, place_kernel, grid,
         (ids, adapters, scratch, out, m, k, e, slot_count, room, *strides, config.programs),

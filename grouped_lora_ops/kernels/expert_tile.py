@@ -39,7 +39,7 @@ def expert_tile(
         PARTS: tl.constexpr = PLAN_ROWS // BLOCK_M
         entry = tile // PARTS
         head = plan + M + E
-        there = entry < tl.minimum(tl.load(head), TILES)
+        there = entry < TILES  # behind the last tile pairs are −1: to ask the count first would cost a load's latency
         pair = tl.load(head + 1 + entry, mask=there, other=-1)
         start = tl.load(head + 1 + TILES + entry, mask=there, other=0)
         end = tl.load(head + 2 + TILES + entry, mask=there, other=0)

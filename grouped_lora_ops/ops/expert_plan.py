@@ -26,7 +26,7 @@ def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, 
     num_experts: E. num_slots: L, the slots of the adapter buffers. A plan serves every expert op of that layer; it is
     needed only from M = 129 on (below, kernels read the ids themselves), and an op without one makes its own. One
     launch and no host sync; its size depends on M, E and L alone, so a captured graph can make it anew at every replay.
-    Where csrc/plan.cu cannot be had or the sizes do not fit it: two launches; more than 8192 routes over more than 2045
+    Where csrc/plan.cu cannot be had or the sizes do not fit it: two launches; more than 4096 routes over more than 2046
     pairs are then sorted by torch.sort, in some launches more.
 
     Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … E or an adapter outside −1 … L−1.
