@@ -257,7 +257,7 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
             block_m //= 2
         return _shrink(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
     if block_r > 64:
-        block_m = 128 if rows >= 256 else 64 if rows >= 64 else 16
+        block_m = 64 if rows >= 64 else 16  # 128 rows of three sums: 688 bytes of stack on sm_90
         return _shrink(p, block_m, block_r, 64, 8 if block_m > 16 else 4, 3, False)
     if p.tokens * p.groups < 16 * p.sms:
         return _shrink(p, 16, block_r, 128, 4, 4, False)
