@@ -16,12 +16,12 @@ _SIZES = ("T", "L", "D", "R", "ids_stride")
 def shrink_rows(
     x, a, T, D, x_d, a_r, a_d, row_offsets, active, r0, rank,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
-    first, last, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    first, last, ONE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum of chunks first … last−1 of x Aᵀ for one tile, in an order that D alone fixes.
 
     Pieces of 128 columns are summed from zero upwards; pieces are added in order to their chunk's sum, chunks in order
-    to the total. That makes a row's bits the same in every tile height, split or fused, and in csrc/delta.cu, which
+    to the total (ONE: there is one chunk, and no such sum to hold in registers). That makes a row's bits the same in every tile height, split or fused, and in csrc/delta.cu, which
     gives a warp a piece (one chain of products down a whole chunk would take it 0.6 µs).
     """
     k = tl.arange(0, BLOCK_K)
@@ -47,16 +47,18 @@ def shrink_rows(
         if step % PIECE_STEPS == PIECE_STEPS - 1:
             part = tl.fma(acc, 1.0, part)  # an add that Triton cannot fold into the product, which would make one chain of it
             acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-        if step % STEPS == STEPS - 1:
-            total += part
-            part = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+        if not ONE:
+            if step % STEPS == STEPS - 1:
+                total += part
+                part = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         x_ptrs += BLOCK_K * x_d
         a_ptrs += BLOCK_K * a_d
-    if end % STEPS != 0:
-        if end % PIECE_STEPS != 0:
-            part = tl.fma(acc, 1.0, part)
-        total += part
-    return total
+    if end % PIECE_STEPS != 0:
+        part = tl.fma(acc, 1.0, part)
+    if ONE:
+        return part
+    else:
+        return total + part  # a last chunk that D cuts short, else zeros
 
 
 @triton.jit(do_not_specialize=_SIZES + ("x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d", "h_c", "h_t", "h_g"),
@@ -124,7 +126,7 @@ def shrink_kernel(
         last = chunk + 1
     total = shrink_rows(
         x_base, a_base, T, D, x_d, a_r, a_d, wide_rows * (x_t * X_VEC), active, r0, load_rank,
-        BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, EVEN_K, PRECISION,
+        BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, SPLIT, EVEN_K, PRECISION,
     )  # fmt: skip
     total = tl.where((columns < rank)[None, :] & active[:, None], total, 0.0)
     if scalings is not None:
