@@ -8,6 +8,7 @@ from .plan import ExpertPlanView, PlanView, refill
 from .plan import expert_view as expert_plan_view
 from .plan import view as plan_view
 from .warmup import Shape, warmup
+from .warmup_experts import ExpertShape, warmup_experts
 
 from .ops import delta, delta_, expand, expand_, expert_delta, expert_linear, expert_mlp, expert_plan, plan, shrink  # isort: skip  (last: `plan` shadows the module)
 
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ExpertPlanView",
+    "ExpertShape",
     "PlanView",
     "Shape",
     "delta",
@@ -32,4 +34,5 @@ __all__ = [
     "refill",
     "shrink",
     "warmup",
+    "warmup_experts",
 ]
