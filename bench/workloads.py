@@ -48,7 +48,7 @@ class Workload:
     layout: str = "plain"
     out_sizes: tuple[int, ...] | None = None  # stacked only: unequal slices
     dtype: torch.dtype = torch.bfloat16
-    mix: str = "uniform"  # or "skewed" (90 % of the tokens share an adapter), "none" (all −1)
+    mix: str = "uniform"  # or "skewed" (90 % of the tokens share an adapter), "one" (all do), "none" (all −1)
     true_ranks: tuple[int, ...] | None = None  # of the slots, cycled; None: every slot has the full rank
     peers: Mapping[str, float] = field(default_factory=dict)  # published µs, see SOURCE
 
@@ -87,8 +87,8 @@ class Workload:
 
 def adapter_ids(w: Workload) -> Tensor:
     """[T] int32 on the CPU, the same for every run of every machine."""
-    if w.mix == "none":
-        return torch.full((w.T,), -1, dtype=torch.int32)
+    if w.mix in ("none", "one"):
+        return torch.full((w.T,), -1 if w.mix == "none" else 0, dtype=torch.int32)
     generator = torch.Generator().manual_seed(IDS_SEED)
     ids = torch.randint(0, w.slots, (w.T,), generator=generator, dtype=torch.int64)
     if w.mix == "skewed":
@@ -328,6 +328,9 @@ EXTRA = [
     *(_wo_a("wo_a_own_a", tokens, layout="own_a") for tokens in (8, 8192)),
     *(_wo_a("wo_a_skewed", tokens, 64, mix="skewed") for tokens in (64, 256, 8192)),
     *(_wo_a("wo_a_none", tokens, mix="none") for tokens in (8, 8192)),
+    *(_wo_a("wo_a_one_of_64", tokens, slots=64, mix="one") for tokens in (8, 64)),
+    *(_wo_a("curve", tokens, 16, slots) for slots in (1, 8) for tokens in (2, 4, 9, 16, 32, 128, 129, 200, 512)),
+    *(_wo_a("wo_a", tokens, 32, slots) for slots in (1, 8) for tokens in (1, 4, 64, 8192)),
     *(_plain("qkv", tokens, rank, **_QKV) for rank in (16, 64) for tokens in (1, 8, 256, 8192)),
     *(_plain("gate_up", tokens, **_GATE_UP) for tokens in (8, 256, 4096)),
     *(_plain("skewed", tokens, 64, slots=64, mix="skewed") for tokens in (64, 8192)),
