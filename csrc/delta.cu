@@ -14,27 +14,27 @@
 #include "tile.cuh"
 
 static constexpr u32 THREADS = 256, WARPS = 8;
-static constexpr u32 PARTS = 8, MAX_SLICES = 8;  // chunks of D, as launch.PARTS; slices of N
-static constexpr u32 PIECE = 128;                // columns of D that are summed from zero upwards, as in kernels/shrink.py
-static constexpr u32 PIECES = 4, WIDE = PIECE * PIECES;  // columns of D a stage: a warp a piece
-static constexpr u32 SCAN_MOST = THREADS;                // most tokens: ids are sorted with a thread a token
+static constexpr u32 PARTS = 8, MAX_SLICES = 8;         // chunks of D, as launch.PARTS; slices of N
+static constexpr u32 PIECE = 128;                       // columns of D that are summed from zero upwards, as in kernels/shrink.py
+static constexpr u32 PIECES = 4, WIDE = PIECE * PIECES; // columns of D a stage: a warp a piece
+static constexpr u32 SCAN_MOST = THREADS;               // most tokens: ids are sorted with a thread a token
 static constexpr u32 IDS64 = 1, COPY = 2, OVERLAP = 4;  // as in ops/delta_cuda.py
 
 struct Params {
-    const u16 *x, *a, *b, *base;  // base may be null, or out
+    const u16 *x, *a, *b, *base; // base may be null, or out
     u16 *out;
     const void *ids;
-    const int *ranks;  // may be null
+    const int *ranks; // may be null
     const float *scalings;
     i64 ids_stride;
-    i64 x_t, x_g, a_l, a_g, a_r, b_l, b_g, b_n, p_t, p_g, o_t, o_g;  // strides in elements; those of d, r and n are 1
+    i64 x_t, x_g, a_l, a_g, a_r, b_l, b_g, b_n, p_t, p_g, o_t, o_g; // strides in elements; those of d, r and n are 1
     u32 tokens, slots, features, columns, rank;
-    u32 chunk, parts;  // columns of a chunk of D, and how many chunks there are
-    u32 merged;        // log2 of the groups whose rows share a tile (they share A)
-    u32 spread;        // clusters that share out N, each with an h of its own
+    u32 chunk, parts; // columns of a chunk of D, and how many chunks there are
+    u32 merged;       // log2 of the groups whose rows share a tile (they share A)
+    u32 spread;       // clusters that share out N, each with an h of its own
     u32 flags;
-    u32 slices;                  // 0, or the number of slices of N
-    u32 starts[MAX_SLICES + 1];  // where each slice starts
+    u32 slices;                 // 0, or the number of slices of N
+    u32 starts[MAX_SLICES + 1]; // where each slice starts
 };
 
 // Read past the L1: the kernel before may have written these since they were guessed.
@@ -83,15 +83,15 @@ __device__ __forceinline__ u32 select(const Params &p, u32 tile, u32 height, u32
     s.slots[t] = mine;
     if (t == 0) s.slot = p.slots + 1, s.first = 0;
     __syncthreads();
-    u32 position = 0;  // among the rows of its slot
+    u32 position = 0; // among the rows of its slot
     const uint4 *four = (const uint4 *)s.slots;
 #pragma unroll 1
     for (u32 i = 0; 4 * i < min(n, (t & ~31u) + 32); ++i) {
         const uint4 v = four[i];
-        position += (4 * i < t && v.x == mine) + (4 * i + 1 < t && v.y == mine) + (4 * i + 2 < t && v.z == mine) +
-                    (4 * i + 3 < t && v.w == mine);
+        position +=
+            (4 * i < t && v.x == mine) + (4 * i + 1 < t && v.y == mine) + (4 * i + 2 < t && v.z == mine) + (4 * i + 3 < t && v.w == mine);
     }
-    const bool first = t < n && (position & (height - 1)) == 0 && (mine < p.slots || (p.flags & COPY));  // a tile starts here
+    const bool first = t < n && (position & (height - 1)) == 0 && (mine < p.slots || (p.flags & COPY)); // a tile starts here
     const u32 votes = __ballot_sync(~0u, first);
     if (t % 32 == 0) s.firsts[t / 32] = __popc(votes);
     __syncthreads();
@@ -118,17 +118,17 @@ __device__ __forceinline__ void prefetch(const u16 *from, i64 stride, u32 rows, 
 
 template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
     static constexpr u32 CS = CLUSTERS ? PARTS * RS : 1, RL = CLUSTERS ? RP / RS : RP;
-    static constexpr u32 WP = WIDE + 8, RPP = RP + 8;  // padded rows: no two of eight in one bank
-    static constexpr u32 MT = BM / 16, NT = RL / 16;   // a warp's 16 × 8 tiles of h: all rows, half of r
-    static constexpr u32 XN = SN / WARPS / 8;          // … and of y
-    static constexpr u32 BLOCK_R = RP < 128 ? RP : 128, BLOCKS_R = RP / BLOCK_R, KR = BLOCK_R / 16;  // as launch.rank_block
+    static constexpr u32 WP = WIDE + 8, RPP = RP + 8; // padded rows: no two of eight in one bank
+    static constexpr u32 MT = BM / 16, NT = RL / 16;  // a warp's 16 × 8 tiles of h: all rows, half of r
+    static constexpr u32 XN = SN / WARPS / 8;         // … and of y
+    static constexpr u32 BLOCK_R = RP < 128 ? RP : 128, BLOCKS_R = RP / BLOCK_R, KR = BLOCK_R / 16; // as launch.rank_block
     static_assert(XN >= 1 && NT >= 1);
 
     struct Shared {
         __align__(128) u16 stages[STAGES][BM + RL][WP];
-        float pieces[PIECES][BM][RL];  // sums of this block's pieces
-        float running[BM][RL];         // … of those before them
-        float parts[PARTS][RP / RL][BM][RL];  // the cluster's chunks
+        float pieces[PIECES][BM][RL];        // sums of this block's pieces
+        float running[BM][RL];               // … of those before them
+        float parts[PARTS][RP / RL][BM][RL]; // the cluster's chunks
         u16 high[BM][RPP], low[BM][RPP];
         float scale[BLOCKS_R][BM];
         u64 arrived;
@@ -180,7 +180,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 
         u32 slot = 0, count = 0, rank = p.rank;
         float scaling = 0;
-        const u32 across = t % (WIDE / 8) * 8, down = t / (WIDE / 8);  // this thread's part of every load
+        const u32 across = t % (WIDE / 8) * 8, down = t / (WIDE / 8); // this thread's part of every load
         constexpr u32 DOWN = THREADS / (WIDE / 8);
         u32 bv[2][BLOCKS_R * KR][XN][2], kept[2][MT][XN][2];
 
@@ -202,9 +202,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
             copies_commit();
         };
         const u32 column = warp * (SN / WARPS) + lane / 4, pair = lane % 4 * 2;
-        u16 *to[2];        // where this thread's columns of an item go
-        u32 size[2], h_row[2];  // its width, and its rows' place in h
-        auto load_item = [&](u32 j, u32 item) {  // this thread's elements of B and base, where the matrix unit wants them
+        u16 *to[2];                             // where this thread's columns of an item go
+        u32 size[2], h_row[2];                  // its width, and its rows' place in h
+        auto load_item = [&](u32 j, u32 item) { // this thread's elements of B and base, where the matrix unit wants them
             if (item >= items) return;
             const Columns c(p, slot, item, blocks_n, group0);
             to[j] = c.out + warp * (SN / WARPS) + pair, size[j] = c.size, h_row[j] = c.group * height;
@@ -216,7 +216,8 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #pragma unroll
                     for (u32 half = 0; half < 2; ++half) {
                         bv[j][k][n][half] = 0;
-                        if (column + n * 8 < c.size && k * 16 + half * 8 + pair < rank) bv[j][k][n][half] = fresh((const u32 *)(b + k * 16 + half * 8));
+                        if (column + n * 8 < c.size && k * 16 + half * 8 + pair < rank)
+                            bv[j][k][n][half] = fresh((const u32 *)(b + k * 16 + half * 8));
                     }
                 if (p.base)
 #pragma unroll
@@ -234,16 +235,17 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 
         bool guess = CLUSTERS && (p.flags & OVERLAP), loaded = false;
 #pragma unroll 1
-        for (;;) {  // again where the guess was wrong
+        for (;;) { // again where the guess was wrong
             if (single) {
                 count = min(height, p.tokens - blockIdx.y * height);
             } else
                 slot = select(p, blockIdx.y, height, s.rows, s.selection, count);
-            if (guess && slot < p.slots) {  // all ranks of A and B: to know the true one takes as long as to fetch them
+            if (guess && slot < p.slots) { // all ranks of A and B: to know the true one takes as long as to fetch them
                 const u32 first = single ? blockIdx.y * height : s.rows[0], rows = single ? count : 1;
                 if (k_size) {
                     if (p.rank > r_first)
-                        prefetch(p.a + slot * p.a_l + group0 * p.a_g + r_first * p.a_r + k_first, p.a_r, min(p.rank - r_first, RL), 2 * k_size);
+                        prefetch(p.a + slot * p.a_l + group0 * p.a_g + r_first * p.a_r + k_first, p.a_r, min(p.rank - r_first, RL),
+                                 2 * k_size);
                     prefetch(p.x + first * p.x_t + group0 * p.x_g + k_first, p.x_t, rows, 2 * k_size);
                 }
                 if (item0 < items) {
@@ -287,7 +289,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #endif
             return;
         }
-        if (slot == p.slots) {  // rows without an adapter
+        if (slot == p.slots) { // rows without an adapter
 #if CLUSTERS
             cluster_wait();
 #endif
@@ -297,7 +299,8 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #pragma unroll 1
                 for (u32 i = t; i < count * (SN / 8); i += THREADS) {
                     const u32 token = s.rows[i / (SN / 8)], n = i % (SN / 8) * 8;
-                    if (n < c.size) *(uint4 *)(c.out + token * p.o_t + n) = p.base ? *(const uint4 *)(c.base + token * p.p_t + n) : uint4{0, 0, 0, 0};
+                    if (n < c.size)
+                        *(uint4 *)(c.out + token * p.o_t + n) = p.base ? *(const uint4 *)(c.base + token * p.p_t + n) : uint4{0, 0, 0, 0};
                 }
             }
             return;
@@ -318,108 +321,110 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         const bool shrinks = r_first + r_half < rank;
 #pragma unroll 1
         for (;;) {
-        const u32 rounds = (k_size + WIDE - 1) / WIDE;
+            const u32 rounds = (k_size + WIDE - 1) / WIDE;
 #pragma unroll 1
-        for (u32 round = 0; round < rounds; ++round) {
-            if (STAGES > 1 && round + 1 < rounds) {
-                load_stage(round + 1);
-                copies_wait<1>();
-            } else
-                copies_wait<0>();
-            __syncthreads();
-            const u32 k_here = min(WIDE, k_size - round * WIDE);
-            if (shrinks && piece * PIECE < k_here) {
-                float acc[MT][NT][4] = {};
-                const u32 x_at = shared_address(&s.stages[round % STAGES][lane % 16][piece * PIECE + lane / 16 * 8]);
-                const u32 a_at = shared_address(&s.stages[round % STAGES][BM + r_half + lane % 8 + (NT > 1 ? lane / 16 * 8 : 0)]
-                                                                        [piece * PIECE + (NT > 1 ? lane / 8 % 2 : lane / 8) * 8]);
-                if constexpr (NT == 1) {
+            for (u32 round = 0; round < rounds; ++round) {
+                if (STAGES > 1 && round + 1 < rounds) {
+                    load_stage(round + 1);
+                    copies_wait<1>();
+                } else
+                    copies_wait<0>();
+                __syncthreads();
+                const u32 k_here = min(WIDE, k_size - round * WIDE);
+                if (shrinks && piece * PIECE < k_here) {
+                    float acc[MT][NT][4] = {};
+                    const u32 x_at = shared_address(&s.stages[round % STAGES][lane % 16][piece * PIECE + lane / 16 * 8]);
+                    const u32 a_at = shared_address(&s.stages[round % STAGES][BM + r_half + lane % 8 + (NT > 1 ? lane / 16 * 8 : 0)]
+                                                             [piece * PIECE + (NT > 1 ? lane / 8 % 2 : lane / 8) * 8]);
+                    if constexpr (NT == 1) {
 #pragma unroll
-                    for (u32 k = 0; k < PIECE; k += 32) {
-                        u32 av[4], xv[MT][2][4];
-                        load_matrix4(av, a_at + k * 2);
-#pragma unroll
-                        for (u32 m = 0; m < MT; ++m) {
-                            load_matrix4(xv[m][0], x_at + (m * 16 * WP + k) * 2);
-                            load_matrix4(xv[m][1], x_at + (m * 16 * WP + k + 16) * 2);
-                            E::mma(acc[m][0], xv[m][0], av[0], av[1]);
-                            E::mma(acc[m][0], xv[m][1], av[2], av[3]);
-                        }
-                    }
-                } else {
-#pragma unroll
-                    for (u32 k = 0; k < PIECE; k += 16) {
-                        u32 xv[MT][4], av[4];
-#pragma unroll
-                        for (u32 m = 0; m < MT; ++m) load_matrix4(xv[m], x_at + (m * 16 * WP + k) * 2);
-#pragma unroll
-                        for (u32 n = 0; n < NT; n += 2) {
-                            load_matrix4(av, a_at + (n * 8 * WP + k) * 2);
+                        for (u32 k = 0; k < PIECE; k += 32) {
+                            u32 av[4], xv[MT][2][4];
+                            load_matrix4(av, a_at + k * 2);
 #pragma unroll
                             for (u32 m = 0; m < MT; ++m) {
-                                E::mma(acc[m][n], xv[m], av[0], av[1]);
-                                E::mma(acc[m][n + 1], xv[m], av[2], av[3]);
+                                load_matrix4(xv[m][0], x_at + (m * 16 * WP + k) * 2);
+                                load_matrix4(xv[m][1], x_at + (m * 16 * WP + k + 16) * 2);
+                                E::mma(acc[m][0], xv[m][0], av[0], av[1]);
+                                E::mma(acc[m][0], xv[m][1], av[2], av[3]);
+                            }
+                        }
+                    } else {
+#pragma unroll
+                        for (u32 k = 0; k < PIECE; k += 16) {
+                            u32 xv[MT][4], av[4];
+#pragma unroll
+                            for (u32 m = 0; m < MT; ++m) load_matrix4(xv[m], x_at + (m * 16 * WP + k) * 2);
+#pragma unroll
+                            for (u32 n = 0; n < NT; n += 2) {
+                                load_matrix4(av, a_at + (n * 8 * WP + k) * 2);
+#pragma unroll
+                                for (u32 m = 0; m < MT; ++m) {
+                                    E::mma(acc[m][n], xv[m], av[0], av[1]);
+                                    E::mma(acc[m][n + 1], xv[m], av[2], av[3]);
+                                }
                             }
                         }
                     }
+#pragma unroll
+                    for (u32 m = 0; m < MT; ++m)
+#pragma unroll
+                        for (u32 half = 0; half < 2; ++half) {
+                            const u32 row = m * 16 + half * 8 + lane / 4;
+                            if ((row & (height - 1)) < count)
+#pragma unroll
+                                for (u32 n = 0; n < NT; ++n)
+                                    *(float2 *)&s.pieces[piece][row][r_half + n * 8 + pair] = {acc[m][n][2 * half],
+                                                                                               acc[m][n][2 * half + 1]};
+                        }
                 }
-#pragma unroll
-                for (u32 m = 0; m < MT; ++m)
-#pragma unroll
-                    for (u32 half = 0; half < 2; ++half) {
-                        const u32 row = m * 16 + half * 8 + lane / 4;
-                        if ((row & (height - 1)) < count)
-#pragma unroll
-                            for (u32 n = 0; n < NT; ++n)
-                                *(float2 *)&s.pieces[piece][row][r_half + n * 8 + pair] = {acc[m][n][2 * half], acc[m][n][2 * half + 1]};
-                    }
-            }
-            __syncthreads();
-            const u32 pieces = (k_here + PIECE - 1) / PIECE;
-            const bool last = round + 1 == rounds;
-            constexpr u32 QUADS = RL / 4;  // four columns a thread
+                __syncthreads();
+                const u32 pieces = (k_here + PIECE - 1) / PIECE;
+                const bool last = round + 1 == rounds;
+                constexpr u32 QUADS = RL / 4; // four columns a thread
 #if CLUSTERS
-            if (last) cluster_wait();  // all blocks of the cluster have set up their barriers
-            const bool one_by_one = last && !bulk;
-            const u32 whom = t % CS, barrier = remote(arrived, whom), parts_at = remote(shared_address(&s.parts[chunk][me / PARTS][0][0]), whom);
-            const u32 first = one_by_one ? t / CS : t, step = one_by_one ? THREADS / CS : THREADS;
+                if (last) cluster_wait(); // all blocks of the cluster have set up their barriers
+                const bool one_by_one = last && !bulk;
+                const u32 whom = t % CS, barrier = remote(arrived, whom),
+                          parts_at = remote(shared_address(&s.parts[chunk][me / PARTS][0][0]), whom);
+                const u32 first = one_by_one ? t / CS : t, step = one_by_one ? THREADS / CS : THREADS;
 #else
-            const u32 first = t, step = THREADS;
+                const u32 first = t, step = THREADS;
 #endif
 #pragma unroll 1
-            for (u32 i = first; i < (count << p.merged) * QUADS; i += step) {
-                const u32 in = i / QUADS, c = i % QUADS * 4;
-                const u32 row = p.merged ? in / count * height + in % count : in;
-                if (r_first + c >= rank16) continue;
-                float4 v = {0, 0, 0, 0};
-                if (round > 0) v = *(const float4 *)&s.running[row][c];
+                for (u32 i = first; i < (count << p.merged) * QUADS; i += step) {
+                    const u32 in = i / QUADS, c = i % QUADS * 4;
+                    const u32 row = p.merged ? in / count * height + in % count : in;
+                    if (r_first + c >= rank16) continue;
+                    float4 v = {0, 0, 0, 0};
+                    if (round > 0) v = *(const float4 *)&s.running[row][c];
 #pragma unroll
-                for (u32 q = 0; q < PIECES; ++q)
-                    if (q < pieces) {
-                        const float4 w = *(const float4 *)&s.pieces[q][row][c];
-                        v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
-                    }
+                    for (u32 q = 0; q < PIECES; ++q)
+                        if (q < pieces) {
+                            const float4 w = *(const float4 *)&s.pieces[q][row][c];
+                            v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
+                        }
 #if CLUSTERS
-                if (one_by_one)
-                    send16(parts_at + (row * RL + c) * 4, v, barrier);
-                else
-                    *(float4 *)&s.running[row][c] = v;
+                    if (one_by_one)
+                        send16(parts_at + (row * RL + c) * 4, v, barrier);
+                    else
+                        *(float4 *)&s.running[row][c] = v;
 #else
-                *(float4 *)(last ? &s.parts[chunk][0][row][c] : &s.running[row][c]) = v;
+                    *(float4 *)(last ? &s.parts[chunk][0][row][c] : &s.running[row][c]) = v;
 #endif
-            }
+                }
 #if CLUSTERS
-            if (last && bulk) {
-                bulk_fence();
-                __syncthreads();
-                if (t < CS) send_bulk(parts_at, shared_address(s.running), sent_rows * RL * 4, barrier);
-            }
+                if (last && bulk) {
+                    bulk_fence();
+                    __syncthreads();
+                    if (t < CS) send_bulk(parts_at, shared_address(s.running), sent_rows * RL * 4, barrier);
+                }
 #endif
-            if (!last) {
-                __syncthreads();
-                if (STAGES == 1) load_stage(round + 1);
+                if (!last) {
+                    __syncthreads();
+                    if (STAGES == 1) load_stage(round + 1);
+                }
             }
-        }
 #if CLUSTERS
             if (rounds == 0) cluster_wait();
             break;
@@ -432,9 +437,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #endif
         }
 #if CLUSTERS
-        if (k_size == 0) __syncthreads();  // else done above
+        if (k_size == 0) __syncthreads(); // else done above
         barrier_wait(arrived, 0);
-        cluster_arrive();  // what was sent here has been read where it came from
+        cluster_arrive(); // what was sent here has been read where it came from
 #endif
 
         // h: the sum of its parts, split into high and low.
@@ -483,7 +488,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #pragma unroll 1
         for (u32 item = item0; item < items; item += item_step) {
             if (item + item_step < items) load_item(1, item + item_step);
-            if (rank % 2)  // B's columns past the rank may hold anything
+            if (rank % 2) // B's columns past the rank may hold anything
 #pragma unroll
                 for (u32 k = 0; k < BLOCKS_R * KR; ++k)
 #pragma unroll
@@ -502,7 +507,8 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #pragma unroll
                         for (u32 m = 0; m < MT; ++m) {
                             const u32 row = min(h_row[0] + m * 16 + lane % 16, BM - 1), r = block * BLOCK_R + k * 16 + lane / 16 * 8;
-                            if (k * 16 + block * BLOCK_R < rank16) load_matrix4(hv[low][k][m], shared_address(low ? &s.low[row][r] : &s.high[row][r]));
+                            if (k * 16 + block * BLOCK_R < rank16)
+                                load_matrix4(hv[low][k][m], shared_address(low ? &s.low[row][r] : &s.high[row][r]));
                         }
 #pragma unroll
                 for (u32 low = 0; low < 2; ++low)
@@ -512,7 +518,8 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #pragma unroll
                             for (u32 m = 0; m < MT; ++m)
 #pragma unroll
-                                for (u32 n = 0; n < XN; ++n) E::mma(y[m][n], hv[low][k][m], bv[0][block * KR + k][n][0], bv[0][block * KR + k][n][1]);
+                                for (u32 n = 0; n < XN; ++n)
+                                    E::mma(y[m][n], hv[low][k][m], bv[0][block * KR + k][n][0], bv[0][block * KR + k][n][1]);
                 if constexpr (E::SCALED)
 #pragma unroll
                     for (u32 m = 0; m < MT; ++m)
@@ -543,7 +550,8 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                         u32 now = 0;
 #pragma unroll
                         for (u32 e = 0; e < 2; ++e) {
-                            const float v = E::SCALED ? sum[m][n][2 * half + e] : y[m][n][2 * half + e], delta = active ? v * scaling : 0.0f;
+                            const float v = E::SCALED ? sum[m][n][2 * half + e] : y[m][n][2 * half + e],
+                                        delta = active ? v * scaling : 0.0f;
                             u32 is = E::round(delta);
                             if (p.base) {
                                 const u16 was = kept[0][m][n][half] >> 16 * e;
@@ -577,20 +585,20 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #define CLUSTER(RS)
 #endif
 // delta_<type>_<rows>_<ranks>_<splits of r>_<columns of N a step>, and shared_<the same>: its bytes of shared memory
-#define DELTA(E, BM, RP, RS, SN, STAGES)                                                                                     \
-    extern "C" __global__ void CLUSTER(RS) __launch_bounds__(THREADS)                                                        \
-        delta_##E##_##BM##_##RP##_##RS##_##SN(const __grid_constant__ Params p) {                                           \
-        Kernel<E, BM, RP, RS, SN, STAGES>::run(p);                                                                          \
-    }                                                                                                                       \
+#define DELTA(E, BM, RP, RS, SN, STAGES)                                          \
+    extern "C" __global__ void CLUSTER(RS) __launch_bounds__(THREADS)             \
+        delta_##E##_##BM##_##RP##_##RS##_##SN(const __grid_constant__ Params p) { \
+        Kernel<E, BM, RP, RS, SN, STAGES>::run(p);                                \
+    }                                                                             \
     extern "C" __device__ const int shared_delta_##E##_##BM##_##RP##_##RS##_##SN = sizeof(Kernel<E, BM, RP, RS, SN, STAGES>::Shared);
 
 // As launch.CUDA_KERNELS. The last number: stages of D in flight.
-#define ALL(E)                   \
-    DELTA(E, 16, 16, 1, 128, 2)  \
-    DELTA(E, 16, 32, 1, 128, 2)  \
-    DELTA(E, 16, 64, 1, 128, 1)  \
-    DELTA(E, 16, 64, 2, 128, 1)  \
-    DELTA(E, 16, 64, 2, 64, 1)   \
+#define ALL(E)                  \
+    DELTA(E, 16, 16, 1, 128, 2) \
+    DELTA(E, 16, 32, 1, 128, 2) \
+    DELTA(E, 16, 64, 1, 128, 1) \
+    DELTA(E, 16, 64, 2, 128, 1) \
+    DELTA(E, 16, 64, 2, 64, 1)  \
     DELTA(E, 16, 128, 2, 64, 1)
 ALL(bf16)
 ALL(fp16)

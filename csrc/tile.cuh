@@ -30,7 +30,7 @@ __device__ __forceinline__ void load_matrix4(u32 (&r)[4], u32 from) {
 }
 
 struct bf16 {
-    static constexpr bool SCALED = false;  // h's parts need no scale to fit
+    static constexpr bool SCALED = false; // h's parts need no scale to fit
     static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -82,16 +82,17 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(barrier), "r"(phase) : "memory");
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(barrier),
+                 "r"(phase)
+                 : "memory");
 }
 // Stores into another block's shared memory, counted by that block's barrier.
 __device__ __forceinline__ void send16(u32 to, float4 v, u32 barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x),
-                 "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w), "r"(barrier)
                  : "memory");
 }
 // The same for a run of 16-byte pieces, by the copy engine; what ordinary stores wrote must be fenced (bulk_fence) first.
