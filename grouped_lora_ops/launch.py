@@ -83,6 +83,7 @@ class FusedConfig:
     num_warps: int
     num_stages: int
     n_stages: int  # pipeline depth of the loop over N
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class PlanConfig:
 class PlanCudaConfig:
     """csrc/plan.cu: one cluster, `rounds` items a thread."""
 
+    kernel: str  # "plan" or "plan_pairs"
     blocks: int
     rounds: int
     shared: int  # bytes
@@ -326,6 +328,7 @@ def fused(p: Problem, block_m: int, **changes) -> FusedConfig:
         num_warps=4,
         num_stages=3,
         n_stages=2,
+        pdl=has_pdl(p.arch),
     )
     return replace(config, **changes)
 
@@ -418,31 +421,39 @@ def plan(tokens: int, slots: int) -> PlanConfig:
     return PlanConfig(block, steps, cdiv(blocks, steps), max(16, power_of_2(slots + 1)))
 
 
-PLAN_THREADS, PLAN_BLOCKS, PLAN_ROUNDS = 512, 16, 32  # as in csrc/plan.cu: most blocks of a cluster, most items of a thread
+PLAN_THREADS, PLAN_ROUNDS = 512, 32  # as in csrc/plan.cu; the most items of a thread
 
 
-def plan_cuda_with(arch: str, items: int, buckets: int, tiles: bool, blocks: int) -> PlanCudaConfig | None:
-    """csrc/plan.cu for `items` rows or routes in `buckets` buckets; None where they do not fit into shared memory."""
+def _plan_cuda(arch: str, kernel: str, items: int, blocks: int, width: int, shared: int) -> PlanCudaConfig | None:
+    """shared: bytes beside those for items; None where that is more than there is."""
     wide = arch in ("sm_90", "sm_100")
-    rounds, width = cdiv(items, blocks * PLAN_THREADS), cdiv(buckets, 8) * 8
-    shared = width * (2 * PLAN_THREADS // 32 + 2 * blocks + (12 if tiles else 4)) + 4 * PLAN_THREADS * rounds + 8 * PLAN_THREADS // 32 + 16
-    most = (227 if wide else 99) << 10
-    if shared > most or rounds > PLAN_ROUNDS or width > 8 * PLAN_THREADS or blocks > (PLAN_BLOCKS if wide else 8):
+    most, rounds = (227 if wide else 99) << 10, cdiv(items, blocks * PLAN_THREADS)
+    shared += rounds * PLAN_THREADS * (16 if kernel == "plan_pairs" else 4)
+    if shared > most or rounds > PLAN_ROUNDS or width > 8 * PLAN_THREADS or blocks > (16 if wide else 8):
         return None
-    return PlanCudaConfig(blocks, rounds, shared, most, wide, has_pdl(arch))
+    return PlanCudaConfig(kernel, blocks, rounds, shared, most, wide, has_pdl(arch))
 
 
-def plan_cuda(arch: str, items: int, buckets: int, tiles: bool) -> PlanCudaConfig | None:
-    """A block for every 512 items, up to a cluster; fewer blocks where each then has room for the buckets."""
+def plan_cuda_with(arch: str, items: int, experts: int, slots: int, tiles: bool, blocks: int) -> PlanCudaConfig | None:
+    """csrc/plan.cu's `plan` by `blocks` blocks, where it fits; rows without experts: experts = L, slots = 0, no tiles."""
+    width = cdiv(experts * (slots + 1) + 1, 8) * 8
+    return _plan_cuda(arch, "plan", items, blocks, width, width * (32 + 2 * blocks + (12 if tiles else 4)) + 256)
+
+
+def plan_pairs_with(arch: str, items: int, experts: int, slots: int, blocks: int) -> PlanCudaConfig | None:
+    """csrc/plan.cu's `plan_pairs` by `blocks` blocks, where it fits."""
+    widths = [cdiv(n + 1, 8) * 8 for n in (slots, experts)]
+    return _plan_cuda(arch, "plan_pairs", items, blocks, max(widths), 36 * max(widths) + 2 * blocks * sum(widths) + 384)
+
+
+def plan_cuda(arch: str, items: int, experts: int, slots: int, tiles: bool) -> PlanCudaConfig | None:
+    """A block for every 512 items, up to a cluster; plan_pairs where there are more pairs than a block can count."""
     if not has_pdl(arch):
         return None  # no clusters
-    blocks = min(PLAN_BLOCKS if arch in ("sm_90", "sm_100") else 8, power_of_2(cdiv(max(items, 1), PLAN_THREADS)))
-    while blocks:
-        config = plan_cuda_with(arch, items, buckets, tiles, blocks)
-        if config is not None:
-            return config
-        blocks //= 2
-    return None
+    most = 16 if arch in ("sm_90", "sm_100") else 8
+    blocks = min(most, power_of_2(cdiv(max(items, 1), PLAN_THREADS)))
+    one = plan_cuda_with(arch, items, experts, slots, tiles, blocks)
+    return plan_pairs_with(arch, items, experts, slots, max(2, blocks)) if one is None and tiles else one
 
 
 def wgrad(p: Problem, width: int) -> WgradConfig:

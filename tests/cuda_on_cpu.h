@@ -20,8 +20,8 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
-struct uint4 { u32 x, y, z, w; };
-struct float4 { float x, y, z, w; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
 #define CLUSTERS 1
 #define __global__
 #define __device__
@@ -148,6 +148,7 @@ inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void
 }  // namespace cpu
 
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
@@ -179,6 +180,7 @@ inline void barrier_wait(u32 barrier, u32 phase) {
     while (cpu::barrier(barrier).phase % 2 == phase) cpu::yield();
 }
 inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
+    if (to % bytes) cpu::fail("a store that is not aligned");
     cpu::Send s = {to, barrier, {}, bytes};
     memcpy(s.data, data, bytes);
     cpu::sends.push_back(s);

@@ -72,8 +72,8 @@ def build(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_sl
     if routes == 0:
         return torch.zeros(size, dtype=torch.int32, device=topk_ids.device)
     out = driver.empty((size,), torch.int32, topk_ids.device)
-    arch, buckets = common.facts(topk_ids)[0], launch_experts.pairs(num_experts, num_slots) + 1
-    one = common.configured(launch.plan_cuda, arch, routes, buckets, True) if topk_ids.is_cuda else None
+    arch = common.facts(topk_ids)[0]
+    one = common.configured(launch.plan_cuda, arch, routes, num_experts, num_slots, True) if topk_ids.is_cuda else None
     rows = launch_experts.plan_rows(routes, num_experts, num_slots)
     if one is not None and plan_cuda.make("expert_plan", topk_ids, adapter_ids, num_experts, num_slots, out, one, rows, room):
         return out

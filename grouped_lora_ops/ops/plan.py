@@ -33,7 +33,7 @@ def build(adapter_ids: Tensor, num_slots: int) -> Tensor:
     """The plan by our kernels, arguments already checked."""
     tokens, arch = adapter_ids.shape[0], common.facts(adapter_ids)[0]
     out = driver.empty((tokens + num_slots + 2,), torch.int32, adapter_ids.device)
-    one = common.configured(launch.plan_cuda, arch, tokens, num_slots + 1, False) if adapter_ids.is_cuda else None
+    one = common.configured(launch.plan_cuda, arch, tokens, num_slots, 0, False) if adapter_ids.is_cuda else None
     if one is not None and plan_cuda.make("plan", adapter_ids, None, num_slots, 0, out, one):
         return out
     from ..kernels import plan as kernels

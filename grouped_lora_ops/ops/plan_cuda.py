@@ -28,7 +28,7 @@ def make(
     if module is None:
         return False
     # the most that any size asks for, so that inside a capture a known kernel serves sizes that are new
-    function = module.function(name, "plan", config.most_shared, config.wide)
+    function = module.function(name, config.kernel, config.most_shared, config.wide)
 
     def high(t: Tensor | None) -> int:
         return 0 if t is None or t.dtype.itemsize == 4 else 4
