@@ -84,7 +84,14 @@ def plan_bank(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"{where}: dtype must be a floating-point dtype; got {dtype}.")
     options = dict(selectors=selectors, share=share, fused=fused, shared_outer=shared_outer, gate_up_each=gate_up_each)
-    buffers = model.buffers(slots, rank, **options)
+    plan = lay_out(model, model.buffers(slots, rank, **options), slots, rank, dtype, host_adapters)
+    if max_bytes is not None and plan.device_bytes > max_bytes:
+        raise ValueError(f"{where}: the bank must fit in {max_bytes / 2**20:.1f} MiB; it needs {plan}.")
+    return plan
+
+
+def lay_out(model: Model, buffers: tuple[Buffer, ...], slots: int, rank: int, dtype: torch.dtype, host_adapters: int = 0) -> BankPlan:
+    """Where every factor of these buffers lies in a slot."""
     unit, position, offsets = max(_ALIGN // dtype.itemsize, 1), 0, []
     for buffer in buffers:
         here = []
@@ -92,10 +99,7 @@ def plan_bank(
             here.append(position)
             position += -(-math.prod(shape[1:]) // unit) * unit
         offsets.append(tuple(here))
-    plan = BankPlan(model, buffers, tuple(offsets), slots, rank, dtype, position, host_adapters)
-    if max_bytes is not None and plan.device_bytes > max_bytes:
-        raise ValueError(f"{where}: the bank must fit in {max_bytes / 2**20:.1f} MiB; it needs {plan}.")
-    return plan
+    return BankPlan(model, buffers, tuple(offsets), slots, rank, dtype, position, host_adapters)
 
 
 def views(plan: BankPlan, storage: Tensor) -> list[tuple[Tensor, Tensor]]:
