@@ -168,7 +168,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         }
         __syncwarp();
         cluster_arrive();
-        if (p.flags & OVERLAP) let_consumer_start();
 #endif
 
         u32 k_first = chunk * p.chunk, k_size = p.features > k_first ? min(p.chunk, p.features - k_first) : 0;
@@ -264,6 +263,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
             if (!guess) break;
 #if CLUSTERS
             wait_for_producer();
+            let_consumer_start(); // not before: what it reads before it waits for us is older than the kernel ahead of us
 #endif
             guess = false;
             u32 now = rank, scaling_now = __float_as_uint(scaling), mine = 0;

@@ -90,6 +90,7 @@ def compiled(job, capability: int) -> dict:
         "shared": result.metadata.shared,
         "wide": ptx.count("cp.async.cg.shared.global") + len(re.findall(r"ld\.global[.a-z0-9:]*\.v4\.b32", ptx)),
         "narrow": len(re.findall(r"ld\.global[.a-z0-9:]*\.b16", ptx)) + ptx.count("cp.async.ca.shared.global"),
+        "before wait": len(re.findall(r"\b(?:ld|st|atom|red)\.global|cp\.async", ptx.split("griddepcontrol.wait")[0])),
         "narrow stores": len(re.findall(r"st\.global[.a-z0-9:]*\.b16", ptx)),
         **options,
     }

@@ -58,4 +58,8 @@ def test_they_fit(kernels_of):
         forward = constants.get("A_UNIT", 3) == 3 and constants.get("B_UNIT", 3) == 3
         if name in ("shrink_kernel", "expand_kernel", "delta_kernel") and forward:
             assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k
+        if name in ("shrink_kernel", "delta_kernel") and k["launch_pdl"]:
+            assert k["before wait"] == 0, k  # the kernel ahead may still write what they read
     assert any(k["launch_pdl"] for k in lines) == (int(arch.removeprefix("sm_")) >= 90)
+    if int(arch.removeprefix("sm_")) >= 90:
+        assert {"shrink_kernel", "expand_kernel", "delta_kernel"} <= {k["kernel"] for k in lines if k["launch_pdl"]}

@@ -105,6 +105,8 @@ def expand_kernel(
     CHUNKS: h is the sum of so many partial sums, added in order. SUM_GROUPS: y sums over so many groups of h and b.
     SIZES: group g is that slice of b's and out's N axis. COPY: rows without an adapter are written too (base or zeros).
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     SPAN: tl.constexpr = BLOCK_N * LOOP
     if SIZES is None:
         n_blocks = tl.cdiv(N * O_VEC, SPAN)

@@ -78,7 +78,8 @@ def shrink_kernel(
     SPLIT: one chunk a program, its sum at h[chunk]; else the whole of D. FILL: rows without an adapter and columns
     past the rank are written as zeros. SIZES: group g reads that slice of x's and a's last axis, in place of D.
     """
-    if PDL:
+    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     r_blocks = tl.cdiv(R, BLOCK_R)
     tile = tl.program_id(0) // r_blocks
@@ -190,4 +191,5 @@ def shrink(
         ),
         config.num_warps,
         config.num_stages,
+        config.pdl,
     )  # fmt: skip
