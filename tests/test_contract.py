@@ -33,6 +33,7 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "warmup_experts.py": {"ops"},
     "layouts": {"layouts"},
     "adapters": {"adapters", "layouts", "_checks"},
+    "nn": {"nn", "ops", "plan", "adapters", "layouts", "reference"},
 }
 
 

@@ -1,0 +1,125 @@
+"""A linear layer of a model with LoRA: plain, fused or grouped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..layouts import Buffer, Shard
+from ..ops import delta, delta_, expand, shrink
+from .factors import BankFactors, LoraFactors
+from .parallel import enter_columns, sum_over
+from .routing import Routing
+from .weight import stand_in
+
+_WHERE = "grouped_lora_ops.nn.LoraLinear"
+
+
+class LoraLinear(nn.Module):
+    """y = base(x) + scaling · B (A x), in the place of a model's own linear layer.
+
+    x: [..., D], grouped [..., G, D]; y: [..., N], fused [..., ΣN], grouped [..., G, N]. base is called as it is (its hooks
+    fire, its class computes); its parameters, buffers and their names are this module's own, the same objects: a
+    state_dict has what it had, and `lora.…` beside it where factors are trained. The delta is added in float32 and
+    rounded once more; without an adapter, or with B = 0, a row keeps base's bits.
+
+    direct: the parent multiplies with `.weight` itself and never calls this module. `.weight` is then a stand-in (see
+    `weight.stand_in`) that adds the delta in that product.
+    tp_group: tensor parallelism; x of a column projection is one that all ranks have, and the gradient that the delta
+    gives it is summed over the group; h = A x of a row projection is summed before B reads it, and base must
+    return the sum over ranks, as it does without LoRA.
+
+    Errors: RuntimeError if the weight is not the one that the adapters were made for (sliced meanwhile, say) while one
+    is in use; without one the base's result is returned.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        factors: BankFactors | LoraFactors,
+        buffer: Buffer,
+        routing: Routing,
+        *,
+        direct: bool = False,
+        tp_group=None,
+    ):
+        super().__init__()
+        state = self.__dict__
+        state["base"] = base  # not a child: its parameters would be counted twice
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            state[name] = base.__dict__[name]
+        self._modules.update(base._modules)
+        state["factors"] = factors
+        if isinstance(factors, LoraFactors):
+            self._modules["lora"] = factors
+        self.buffer, self.routing, self.direct, self.tp_group = buffer, routing, direct, tp_group
+        self.grouped = buffer.kind == "grouped"
+        self.shard = buffer.places[0].projection.facts.shard
+        self.training = base.training
+
+    def __getattr__(self, name: str):
+        if name == "weight" and self.__dict__.get("direct"):
+            return stand_in(super().__getattr__(name), self)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "base" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["base"], name)
+
+    def train(self, mode: bool = True):
+        self.base.train(mode)
+        return super().train(mode)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        self.base._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self.base._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.base).__name__}, {self.buffer.kind}"
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        return self.add_delta(x, self.base(x, *args, **kwargs))
+
+    def add_delta(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + delta for a y that someone else multiplied out. Without gradients y may be written in place."""
+        lead = x.shape[: -2 if self.grouped else -1]
+        tokens = lead.numel()
+        if not self.routing.active and (tokens, x.device) not in self.routing._fixed:
+            return y
+        self._check_weight()
+        ids, plan = self.routing.rows(tokens, x.device)
+        rows, out = x.reshape(tokens, *x.shape[len(lead) :]), y.reshape(tokens, *y.shape[len(lead) :])
+        a, b, scalings, ranks = self.factors.stacks(x)
+        options = dict(out_sizes=self.factors.out_sizes, ranks=ranks, plan=plan)
+        if self.tp_group is not None and self.shard is Shard.ROW:
+            h = sum_over(shrink(rows, a, ids, ranks=ranks, plan=plan), self.tp_group)
+            return expand(h, b, ids, scalings, base=out, **options).view(y.shape)
+        if self.tp_group is not None and self.shard is Shard.COLUMN:
+            rows = enter_columns(rows, self.tp_group)
+        if torch.is_grad_enabled() or x.requires_grad or y.requires_grad or not y.is_contiguous():
+            return delta(rows, a, b, ids, scalings, base=out, **options).view(y.shape)
+        delta_(out, rows, a, b, ids, scalings, **options)
+        return y
+
+    def _check_weight(self) -> None:
+        weight = self._parameters.get("weight")
+        wrong = misfit(self.buffer, weight)
+        if wrong:
+            raise RuntimeError(
+                f"{_WHERE}: {self.buffer.key}: an adapter is in use, but {wrong}: it was loaded for another layout. "
+                f"Run this layout without adapters, or attach a bank that is planned for it."
+            )
+
+
+def misfit(buffer: Buffer, weight: Tensor | None) -> str | None:
+    """Why a weight is not the one of a buffer. Packed weights (quantised, not floating point or not 2-D) are not judged."""
+    if weight is None or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    rows = sum(r.stop - r.start for part in buffer.parts for r in part.rows)
+    columns = buffer.parts[0].columns.stop - buffer.parts[0].columns.start
+    if tuple(weight.shape) == (rows, columns):
+        return None
+    return f"weight must be [{rows}, {columns}] for these adapters; got {list(weight.shape)}"
