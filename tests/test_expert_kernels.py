@@ -167,7 +167,7 @@ def check_delta(c, what="", plan=None):
     return got
 
 
-@pytest.mark.parametrize("how", ["split", "whole", "plan split", "plan fused", "plan whole tall", "plan fused tall"])
+@pytest.mark.parametrize("how", ["split", "plan split", "plan fused", "plan whole tall", "plan fused tall"])
 @pytest.mark.parametrize("form", FORMS)
 def test_delta(force, form, how):
     force(how)
@@ -270,7 +270,7 @@ def check_linear(c, what="", lora=True, plan=None):
     return got
 
 
-@pytest.mark.parametrize("how", ["split", "plan whole", "plan whole tall"])
+@pytest.mark.parametrize("how", ["split", "plan whole tall"])
 @pytest.mark.parametrize("form", FORMS)
 def test_linear(force, form, how):
     force(how)
