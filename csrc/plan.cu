@@ -228,7 +228,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(const __grid_constant
     s.sums = (u64 *)(s.kept + p.rounds * THREADS);
     s.arrived = shared_address(s.sums + WARPS);
 #if CLUSTERS
-    if (p.flags & OVERLAP) let_consumer_start();
     if (p.blocks > 1) {
         if (s.t == 0) {
             barrier_init(s.arrived, 1);
@@ -241,7 +240,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(const __grid_constant
 #endif
     s.clear();
 #if CLUSTERS
-    if (p.flags & OVERLAP) wait_for_producer();
+    if (p.flags & OVERLAP) {
+        wait_for_producer();
+        let_consumer_start();  // not before: what it reads before it waits for us is older than the kernel ahead of us
+    }
 #endif
 
     const u32 run = s.me * p.rounds * THREADS, items = p.items > run ? p.items - run : 0;
@@ -332,7 +334,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_pairs(const __grid_co
     s.arrived = shared_address(barriers);
     const u32 arrived2 = s.arrived + 8, sorted = s.arrived + 16, sorted2 = s.arrived + 24;
     const Exchange heads = {numbers, s.arrived + 32}, made = {numbers + MOST_BLOCKS, s.arrived + 40};
-    if (p.flags & OVERLAP) let_consumer_start();
     if (s.t == 0) {
 #pragma unroll
         for (u32 i = 0; i < 6; ++i) barrier_init(s.arrived + i * 8, 1);
@@ -347,7 +348,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_pairs(const __grid_co
     __syncwarp();
     cluster_arrive();
     s.clear();
-    if (p.flags & OVERLAP) wait_for_producer();
+    if (p.flags & OVERLAP) {
+        wait_for_producer();
+        let_consumer_start();  // not before: what it reads before it waits for us is older than the kernel ahead of us
+    }
 
     // By slot; a place is one of a block's run.
     const u32 first = s.warp * p.rounds * 32 + s.lane;
