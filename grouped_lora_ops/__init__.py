@@ -10,7 +10,7 @@ from .plan import view as plan_view
 from .warmup import Shape, warmup
 from .warmup_experts import ExpertShape, warmup_experts
 
-from .ops import delta, delta_, expand, expand_, expert_delta, expert_linear, expert_mlp, expert_plan, plan, shrink  # isort: skip  (last: `plan` shadows the module)
+from .ops import delta, delta_, expand, expand_, expert_delta, expert_linear, expert_mlp, expert_plan, linear, plan, shrink  # isort: skip  (last: `plan` shadows the module)
 
 __version__ = "0.1.0"
 
@@ -28,6 +28,7 @@ __all__ = [
     "expert_mlp",
     "expert_plan",
     "expert_plan_view",
+    "linear",
     "plan",
     "plan_view",
     "reference",

@@ -239,6 +239,19 @@ def delta(op: str, x, lora_a, lora_b, adapter_ids, scalings, base, out_sizes, ra
     return dims
 
 
+def linear(op: str, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan) -> Dims:
+    dims = delta(op, x, lora_a, lora_b, adapter_ids, scalings, None, out_sizes, ranks, plan)
+    _same_dtype(op, "weight", weight, "x", x)
+    if bias is not None and bias.dtype not in (x.dtype, torch.float32):
+        fail(op, "bias", f"{dtype_name(x.dtype)} like x, or float32", dtype_name(bias.dtype))
+    _device(op, "x", x, weight=weight, bias=bias)
+    rows = [dims.groups, dims.out_features] if dims.y_grouped else [dims.out_features]
+    for name, t, wanted in (("weight", weight, [*rows, dims.in_features]), ("bias", bias, rows)):
+        if t is not None and list(t.shape) != wanted:
+            fail(op, name, f"{wanted} to match x {shape(x)} and lora_b {shape(lora_b)}", shape(t))
+    return dims
+
+
 def plan(op: str, adapter_ids: Tensor, num_slots: int) -> None:
     if adapter_ids.dtype not in _ID_DTYPES:
         fail(op, "adapter_ids", "int32 or int64", dtype_name(adapter_ids.dtype))

@@ -62,6 +62,8 @@ class Kernels:
         "expand_": ("expand", "_cuda_"),
         "delta": ("delta", "_cuda"),
         "delta_": ("delta", "_cuda_"),
+        "linear": ("linear", "_cuda"),
+        "linear_backward": ("linear", "_backward_cuda"),
         "shrink_backward": ("shrink", "_backward_cuda"),
         "expand_backward": ("expand", "_backward_cuda"),
         "delta_backward": ("delta", "_backward_cuda"),

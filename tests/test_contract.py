@@ -18,13 +18,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grouped_lora_ops"
 ROOMS = {  # what a room may import of ours; arrows point down
     "reference": {"reference", "launch_experts"},
-    "kernels": {"launch", "launch_experts", "kernels", "driver"},
-    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "launch_experts", "kernels", "ops", "cuda", "driver"},
+    "kernels": {"launch", "launch_experts", "launch_linear", "kernels", "driver"},
+    "ops": {"_library", "_checks", "_checks_experts", "reference", "launch", "launch_experts", "launch_linear", "kernels", "ops",
+            "cuda", "driver"},  # fmt: skip
     "cuda.py": {"_builds", "driver"},
     "driver.py": {"_launcher"},
     "_builds.py": set(),
     "launch.py": set(),
     "launch_experts.py": {"launch"},
+    "launch_linear.py": {"launch"},
     "_library.py": set(),
     "_checks.py": set(),
     "_checks_experts.py": {"_checks", "launch_experts"},
@@ -74,7 +76,7 @@ def test_ops_are_registered_once_and_only_in_the_library():
     for path in PACKAGE.rglob("*.py"):
         if path.name != "_library.py":
             assert "torch.library.Library" not in path.read_text() and "custom_op" not in path.read_text(), path
-    dense = ("plan", "shrink", "expand", "expand_", "delta", "delta_")
+    dense = ("plan", "shrink", "expand", "expand_", "delta", "delta_", "linear")
     for name in (*dense, "expert_plan", "expert_delta", "expert_linear", "expert_mlp"):
         op = getattr(torch.ops.grouped_lora, name).default
         assert torch.Tag.pt2_compliant_tag in op.tags

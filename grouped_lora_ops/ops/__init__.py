@@ -10,6 +10,7 @@ from .expert_delta import expert_delta
 from .expert_linear import expert_linear
 from .expert_mlp import expert_mlp
 from .expert_plan import expert_plan
+from .linear import linear
 from .plan import plan
 from .shrink import shrink
 
@@ -22,6 +23,7 @@ __all__ = [
     "expert_linear",
     "expert_mlp",
     "expert_plan",
+    "linear",
     "plan",
     "shrink",
 ]

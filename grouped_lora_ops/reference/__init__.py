@@ -10,6 +10,7 @@ from .expert_delta import expert_delta, expert_delta_backward
 from .expert_linear import expert_linear, expert_linear_backward
 from .expert_mlp import expert_mlp, expert_mlp_backward, expert_mlp_train
 from .expert_plan import expert_plan
+from .linear import linear, linear_backward
 from .plan import plan
 from .shrink import shrink, shrink_backward
 from .wgrad import wgrad
@@ -29,6 +30,8 @@ __all__ = [
     "expert_mlp_backward",
     "expert_mlp_train",
     "expert_plan",
+    "linear",
+    "linear_backward",
     "plan",
     "shrink",
     "shrink_backward",

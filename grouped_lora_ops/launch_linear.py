@@ -1,0 +1,147 @@
+"""Which tiles for `linear`: pure functions of sizes, as in `launch`.
+
+The order of the sums is fixed whatever is chosen here: one chain of products over D, then h Bᵀ in pieces of `rank_block`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from . import launch
+from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, power_of_2, precision, tile_count
+
+ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
+STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
+KB = 1024
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    shrink: ShrinkConfig | None  # what makes h; None without LoRA
+    mode: int
+    tiles: int  # programs along the rows: an upper bound on the tiles any ids can make
+    block_m: int
+    block_n: int
+    block_k: int
+    rank_block: int
+    block_t: int
+    block_l: int
+    tile_group: int  # so many tiles of rows take turns at a block of W, so that both stay in the L2
+    precision: str
+    num_warps: int
+    num_stages: int
+    slot_stages: int  # pipeline depth of the loop over a tile's adapters (ROWS)
+    prefetch: bool  # ROWS: B is called into the L2 before the base
+    pdl: bool
+
+
+def rank_block(rank: int, itemsize: int) -> int:
+    """Length of the pieces that the sum over r is cut into: 64 beside an accumulator of 128 × 256 spill."""
+    return min(32 if itemsize == 2 else 16, max(16, power_of_2(rank)))
+
+
+def shared_memory(arch: str) -> int:
+    """Bytes of shared memory a block may have."""
+    return {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}.get(arch, 99) * KB
+
+
+def linear_with(p: Problem, mode: int, block_m: int, **changes) -> LinearConfig:
+    """A configuration by its tile; stages, then columns of D a step, become fewer until it fits into shared memory."""
+    block_t, block_l = (16, 16) if mode == ROWS else launch._blocks(mode, p.tokens, p.slots)
+    chosen = dict(
+        shrink=_shrink(p),
+        mode=mode,
+        tiles=cdiv(p.tokens, block_m) if mode == ROWS else tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
+        block_m=block_m,
+        block_n=64,
+        block_k=64,
+        rank_block=rank_block(max(p.rank, 1), p.itemsize),
+        block_t=block_t,
+        block_l=block_l,
+        tile_group=8,
+        precision=precision(p.itemsize),
+        num_warps=4,
+        num_stages=4,
+        slot_stages=3,
+        prefetch=mode == ROWS and p.tokens <= STREAM_TOKENS and p.rank * p.itemsize <= 128,
+        pdl=has_pdl(p.arch),
+    )
+    chosen.update(changes)
+    if p.itemsize == 4:
+        chosen["block_k"] = min(chosen["block_k"], 32)
+    room = shared_memory(p.arch) - 8 * KB - 2 * 2 * block_m * chosen["rank_block"]  # h's two halves
+
+    def stages() -> int:
+        return room // ((block_m + chosen["block_n"]) * chosen["block_k"] * p.itemsize)
+
+    while stages() < 3 and chosen["block_k"] > 32:
+        chosen["block_k"] //= 2
+    chosen["num_stages"] = max(2, min(chosen["num_stages"], stages()))
+    return LinearConfig(**chosen)
+
+
+def _shrink(p: Problem) -> ShrinkConfig | None:
+    """As `launch.delta` chooses it for two launches."""
+    if p.rank == 0 or p.slots == 0 or p.in_features == 0:
+        return None
+    work = p.tokens * p.groups
+    split = work < 16 * p.sms or (work < 64 * p.sms and launch.rank_block(p.rank, p.itemsize) <= 32)
+    return replace(launch.shrink(p, split=split), pdl=has_pdl(p.arch))
+
+
+def _stream(p: Problem) -> LinearConfig:
+    """All rows in one tile: W is read once, in blocks of N narrow enough that nearly every multiprocessor has one.
+
+    The floor is the bytes of W, so what counts is how many of them are under way: at least 32 KB on each of 132.
+    """
+    block_m = max(16, power_of_2(p.tokens))
+    block_n = 32
+    for wider in (128, 64) if p.itemsize == 2 else (64,):
+        if p.groups * cdiv(p.out_features, wider) >= 0.9 * p.sms:
+            block_n = wider
+            break
+    block_k = 256 if block_n == 32 and block_m <= 32 else 128
+    warps = 8 if p.itemsize == 4 and block_m == 64 else 4
+    return linear_with(
+        p, ROWS, block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=6 if block_k == 128 else 5
+    )
+
+
+def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
+    """A few rows: a stream of W. Else tiles for the matrix units, of rows as they come or sorted by slot, whichever adds
+    less: a tile of rows as they come multiplies by every adapter in it (high and low half of h), a slot's last tile is
+    half empty. Two accumulators of 128 × 256 spill, so blocks are narrower where a tile needs them (ROWS with LoRA; fp16,
+    whose h is scaled by row), and where W's and B's rows run along y (transposed: the gradient of x).
+    """
+    lora = p.rank > 0 and p.slots > 0
+    if p.tokens <= STREAM_TOKENS:
+        return _stream(p)
+    if p.itemsize == 4:  # ordinary multiply-adds
+        return linear_with(p, launch.row_mode(p.tokens, p.slots) if lora else ROWS, 64, block_n=64, num_warps=8, num_stages=3)
+    block_m = 128
+    if not lora or p.slots == 1:
+        mode, fill = ROWS if not lora else SINGLE, 1.0
+    else:
+        mode, fill = _rows_or_slots(p, block_m)
+    while block_m > 64 and (p.tokens * fill < block_m or _programs(p, block_m, 256) < 0.7 * p.sms):
+        block_m //= 2
+    one = not lora or (mode != ROWS and not fp16)
+    wide = one and not transposed and _programs(p, block_m, 256) >= 0.7 * p.sms
+    warps = 8 if wide or block_m == 128 or mode == ROWS else 4
+    return linear_with(
+        p, mode, block_m, block_n=256 if wide else 128, block_k=64, num_warps=warps, num_stages=3 if wide else 4
+    )
+
+
+def _programs(p: Problem, block_m: int, block_n: int) -> int:
+    return cdiv(p.tokens, block_m) * p.groups * cdiv(p.out_features, block_n)
+
+
+def _rows_or_slots(p: Problem, block_m: int) -> tuple[int, float]:
+    """(mode, the part of the rows that a tile's height must suit)."""
+    present = min(p.slots, p.tokens)
+    by_rows = 2 * max(16, p.rank) * min(present, block_m) / max(p.in_features, 1)
+    by_slots = 0.5 * present * block_m / p.tokens
+    if by_rows <= by_slots:
+        return ROWS, 1.0
+    return (SCAN if p.tokens <= launch.SCAN_TOKENS else PLAN), 1 / present

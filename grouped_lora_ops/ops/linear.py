@@ -1,0 +1,220 @@
+"""`linear`: y = x Wᵀ + scaling · (x Aᵀ) Bᵀ + bias, base and delta in one accumulator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _checks, driver, launch, launch_linear, reference
+from .._library import define, once_differentiable
+from . import common
+from .expand import grad_b, grad_h, output_shape
+from .expert_common import cast_unless_float32, gradient_of
+from .prepared import prepared
+from .shrink import backward as shrink_backward
+from .shrink import run as run_shrink
+
+
+def linear(
+    x: Tensor,  # [T, D] or [T, G, D]
+    weight: Tensor,  # [N, D], [G, N, D] or [ΣN, D]
+    lora_a: Tensor,  # [L, r, D] or [L, G, r, D]
+    lora_b: Tensor,  # [L, N, r], [L, G, N, r] or [L, ΣN, r]
+    adapter_ids: Tensor,  # [T]
+    scalings: Tensor,  # [L]
+    *,
+    bias: Tensor | None = None,  # [N], [G, N] or [ΣN]
+    out_sizes: list[int] | None = None,
+    ranks: Tensor | None = None,  # [L]
+    plan: Tensor | None = None,
+) -> Tensor:
+    """y[t, g] = W[g] x[t, g] + scalings[l] · B[l, g] (A[l, g] x[t, g]) + bias[g] with l = adapter_ids[t].
+
+    The forms and the LoRA arguments are those of `delta`. weight: x's dtype, with y's axes behind T and then D:
+    [N, D], [G, N, D], or with out_sizes [ΣN, D]; any strides, used where it lies (a transposed storage comes in as a
+    view). bias: weight's shape without D; x's dtype or float32.
+
+    Returns a new tensor of `delta`'s shape. Base, delta and bias meet in float32 and are rounded once to x's dtype;
+    h = x Aᵀ is never rounded (with 16-bit weights scaling · h enters the product as in `expand`). A zero delta (B = 0,
+    scaling 0, adapter −1) leaves the bits of the op without LoRA. x's rows without an adapter are read, too: the base is
+    theirs. A row's bits do not depend on T, on its place, on other rows or on the plan (on one GPU). Differentiable in x,
+    lora_a, lora_b, and in weight and bias where they require grad; second derivatives raise RuntimeError. dx joins both
+    parts in float32 and rounds once; the gradient of weight is a library product with float32 sums.
+
+    Raises ValueError before anything is launched for arguments that do not fit together, TypeError for wrong types.
+    """
+    _checks.tensor_types(
+        "linear",
+        {"x": x, "weight": weight, "lora_a": lora_a, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
+        {"bias": bias, "ranks": ranks, "plan": plan},
+    )
+    _checks.out_sizes_type("linear", out_sizes)
+    return _op(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+
+
+def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan):
+    """Write out: the shrink, then the product."""
+    if out.numel() == 0:
+        return
+    from ..kernels import linear as kernels
+    from ..kernels import shrink
+
+    ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
+    xg, outg = common.grouped(x, 3), common.grouped(out, 3)
+    sizes = dims.out_sizes if dims.h_grouped else None
+    widest, groups = (dims.out_features, dims.groups) if sizes is None else (max(sizes), len(sizes))
+    problem = common.problem(x, dims.tokens, groups, dims.in_features, widest, dims.rank, dims.slots)
+    config = common.configured(launch_linear.linear, problem, False, x.dtype == torch.float16)
+    h = b = None
+    if config.shrink is not None:
+        modes = (config.mode, config.shrink.mode)
+        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN in modes)
+        h_groups = dims.groups if dims.h_grouped else 1
+        chunks = config.shrink.chunks if config.shrink.split else 1
+        h, b = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), common.grouped(lora_b, 4)
+        shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, None, None, False, config.shrink)
+    kernels.linear(
+        name, xg, _outer(weight, 3), h, b, None if bias is None else _outer(bias, 2), outg, adapter_ids, plan, ranks, scalings,
+        dims.slots, sizes, None, False, config,
+    )  # fmt: skip
+
+
+def _outer(t: Tensor, ndim: int) -> Tensor:
+    """t with its group axis in front, of size 1 where it has none."""
+    return t if t.dim() == ndim else t.unsqueeze(0)
+
+
+def _cpu(x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
+    dims = _checks.linear("linear", x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+    _checks.id_values("linear", adapter_ids, dims.slots, ranks, dims.rank)
+    return reference.linear(
+        x, weight, lora_a, lora_b, adapter_ids, scalings, bias=bias, out_sizes=out_sizes, ranks=ranks
+    )
+
+
+@prepared
+def _cuda(x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
+    dims = _checks.linear("linear", x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+    common.check_values("linear", adapter_ids, dims.slots, ranks, dims.rank)
+    out = driver.empty(output_shape(dims), x.dtype, x.device)
+    _run("linear", dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan)
+    return out
+
+
+def _fake(x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
+    dims = _checks.linear("linear", x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+    return x.new_empty(output_shape(dims))
+
+
+def _backward_cpu(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs):
+    grads = reference.linear_backward(
+        grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs
+    )
+    return tuple([x.new_empty(0) if g is None else g for g in grads])
+
+
+@common.on_device
+def _backward_cuda(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs):
+    name = "linear_backward"
+    need_x, need_weight, need_a, need_b, need_bias = needs
+    tokens, slots, h_grouped = x.shape[0], lora_a.shape[0], x.dim() == 3 or lora_a.dim() == 4
+    groups = x.shape[1] if x.dim() == 3 else lora_a.shape[1] if lora_a.dim() == 4 else 1
+    ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
+    if (need_a or need_b or launch.needs_plan(tokens, slots)) and slots > 1 and tokens > 0:
+        plan = common.plan_for(adapter_ids, slots, plan, True)
+    dx, v, da = x.new_empty(0), None, lora_a.new_empty(0)
+    db = common.empty_like_unless(need_b, lora_b)
+    if need_x or need_a:
+        v = grad_h(name, grad_y, groups, h_grouped, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)
+    if need_x:
+        dx = _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan)
+    if need_a:
+        _, da = shrink_backward(name, v, x, lora_a, adapter_ids, ranks, plan, [False, True])
+    if need_b:
+        h = run_shrink(name, common.grouped(x, 3), common.grouped(lora_a, 4), groups, adapter_ids, ranks, plan)
+        grad_b(name, grad_y, h, h_grouped, lora_b, db, adapter_ids, scalings, out_sizes, ranks, plan)
+    dweight = _dweight(grad_y, x, weight, out_sizes) if need_weight else x.new_empty(0)
+    dbias = grad_y.sum(0, dtype=torch.float32).to(bias.dtype) if need_bias else x.new_empty(0)
+    return dx, dweight, da, db, dbias
+
+
+def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan) -> Tensor:
+    """grad_y W + v A, summed over the groups that share x: the product of `_run`, with W and A transposed."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel() == 0:
+        return dx
+    from ..kernels import linear as kernels
+
+    out, g, w = common.grouped(dx, 3), common.grouped(grad_y, 3), _outer(weight, 3).transpose(1, 2)
+    d_sizes = tuple(out_sizes) if x.dim() == 3 and out_sizes is not None else None
+    v = v.view(x.shape[0], -1, lora_a.shape[-2]) if v.numel() else None
+    deep = w.shape[2] if d_sizes is None else max(d_sizes, default=0)
+    slots, rank = lora_a.shape[0], 0 if v is None else v.shape[2]
+    problem = common.problem(g, x.shape[0], out.shape[1], deep, out.shape[2], rank, slots)
+    config = common.configured(launch_linear.linear, problem, True, x.dtype == torch.float16)
+    b = None if v is None else common.grouped(lora_a, 4).transpose(2, 3)
+    plan = common.plan_for(adapter_ids, slots, plan, v is not None and config.mode == launch.PLAN)
+    kernels.linear(
+        name, g, w, None if v is None else v[None], b, None, out, adapter_ids, plan, ranks, None, slots, None, d_sizes,
+        x.dim() == 2, config,
+    )  # fmt: skip
+    return dx
+
+
+def _dweight(grad_y: Tensor, x: Tensor, weight: Tensor, out_sizes) -> Tensor:
+    """dW[g] = Σ_t grad_y[t, g]ᵀ x[t, g]: PyTorch's product with float32 sums and results, rounded once."""
+    g, rows = common.grouped(grad_y, 3).transpose(0, 1), common.grouped(x, 3).transpose(0, 1)  # [G, T, N], [G or 1, T, D]
+    with torch.autocast(x.device.type, enabled=False):
+        if out_sizes is not None and x.dim() == 3:
+            parts = [_product(part[None].mT, rows[i : i + 1]) for i, part in enumerate(g[0].split(list(out_sizes), 1))]
+            return torch.cat(parts, 1)[0].to(weight.dtype)
+        return _product(g.mT, rows.expand(g.shape[0], -1, -1)).to(weight.dtype).view(weight.shape)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+def _backward_fake(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs):
+    return tuple([gradient_of(t, need, x) for need, t in zip(needs, (x, weight, lora_a, lora_b, bias))])
+
+
+def _setup(ctx, inputs, output):
+    x, weight, lora_a, lora_b, adapter_ids, scalings, bias, ctx.out_sizes, ranks, plan = inputs
+    ctx.save_for_backward(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, ranks, plan)
+
+
+def _grad(ctx, grad_y):
+    *operands, bias, ranks, plan = ctx.saved_tensors
+    needs = [common.needs_grad(ctx, i) for i in (0, 1, 2, 3, 6)]
+    grads = _backward_op(grad_y, *operands, bias, ctx.out_sizes, ranks, plan, needs)
+    dx, dweight, da, db, dbias = [g if need else None for g, need in zip(grads, needs)]
+    return dx, dweight, da, db, None, None, dbias, None, None, None
+
+
+def _autocast(cast, x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
+    factors = (cast(t) for t in (x, weight, lora_a, lora_b))
+    return *factors, adapter_ids, scalings, cast_unless_float32(cast, bias), out_sizes, ranks, plan
+
+
+_backward_op = define(
+    "linear_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor adapter_ids, "
+    "Tensor scalings, Tensor? bias, SymInt[]? out_sizes, Tensor? ranks, Tensor? plan, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    cpu=_backward_cpu,
+    cuda=_backward_cuda,
+    fake=_backward_fake,
+    backward=once_differentiable("linear"),
+)
+_op = define(
+    "linear(Tensor x, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor adapter_ids, Tensor scalings, "
+    "Tensor? bias=None, SymInt[]? out_sizes=None, Tensor? ranks=None, Tensor? plan=None) -> Tensor",
+    cpu=_cpu,
+    cuda=_cuda,
+    fake=_fake,
+    backward=_grad,
+    setup_context=_setup,
+    autocast=_autocast,
+)
