@@ -256,7 +256,7 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
             f = factors(buffer, path, getattr(base, "weight", next(base.parameters(), None)))
             made = LoraLinear(base, f, buffer, attached.routing, direct=is_direct, tp_group=options.tp_group)
             setattr(parent, name, made)
-            attached._undo.append(lambda parent=parent, name=name, base=base: setattr(parent, name, base))
+            attached._undo.append(lambda parent=parent, name=name, made=made: setattr(parent, name, made.release()))
             attached.linears[path] = made
         for owner, module, group, mode in found_experts:
             _attach_experts(attached, owner, module, group, mode, factors)

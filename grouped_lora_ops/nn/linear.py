@@ -46,9 +46,8 @@ class LoraLinear(nn.Module):
         super().__init__()
         state = self.__dict__
         state["base"] = base  # not a child: its parameters would be counted twice
-        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             state[name] = base.__dict__[name]
-        self._modules.update(base._modules)
         state["factors"] = factors
         if isinstance(factors, LoraFactors):
             self._modules["lora"] = factors
@@ -66,6 +65,11 @@ class LoraLinear(nn.Module):
             if "base" not in self.__dict__:
                 raise
             return getattr(self.__dict__["base"], name)
+
+    def release(self) -> nn.Module:
+        """base as it was."""
+        self._modules.pop("lora", None)
+        return self.base
 
     def train(self, mode: bool = True):
         self.base.train(mode)
