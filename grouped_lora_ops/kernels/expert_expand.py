@@ -88,6 +88,8 @@ def expert_expand_kernel(
     Route m reads row m // h_div of h. SUM_GROUPS: y sums over so many groups of h and b. LOOP: blocks of N a program
     takes in turn, with h in registers (then R_BLOCKS = SUM_GROUPS = 1). Routes without an adapter get base or zeros.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     SPAN: tl.constexpr = BLOCK_N * LOOP
     n_size = N * N_VEC
     n_blocks = tl.cdiv(n_size, SPAN)

@@ -65,7 +65,8 @@ def expert_shrink_kernel(
     many groups of x and a. SPLIT: one chunk a program, its sum at h[chunk]. FILL: zeros where there is no adapter and
     past the rank; without it h holds nothing there, and nobody may read it.
     """
-    if PDL:
+    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     C_BLOCKS: tl.constexpr = GROUPS * R_BLOCKS * BLOCK_R // BLOCK_C
     tile = tl.program_id(0) // C_BLOCKS
@@ -181,4 +182,5 @@ def shrink(
         ),
         config.num_warps,
         config.num_stages,
+        config.pdl,
     )  # fmt: skip
