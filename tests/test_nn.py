@@ -15,7 +15,15 @@ from grouped_lora_ops import nn as gnn
 from grouped_lora_ops.adapters import AdapterBank, plan_bank
 
 LAYOUT = layouts.of(CONFIG)
-ALL = [p.path for p in LAYOUT.projections]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tiny products: two threads that wait for each other on a busy machine took 50 s for what one does in 1 s."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def bank_of(*adapters, slots=None, rank=4, dtype=torch.float32, **options):
@@ -382,3 +390,35 @@ def test_a_captured_step_reads_the_fixed_ids():
     finally:
         gnn.linear.delta_ = run
     assert len(seen) == 2 and all(s is ids for s in seen) and not torch.equal(plain, adapted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_a_graph_of_the_modules_follows_ids_and_adapters(tokens):
+    """One captured step; other ids, then another adapter in the same slot: each replay equals the eager call, bit for bit."""
+    model = Toy().to("cuda", torch.bfloat16)
+    adapters = [random_adapter(LAYOUT, scaling=0.2, seed=s) for s in range(3)]
+    bank = AdapterBank(plan_bank(LAYOUT, slots=2, rank=4, dtype=torch.bfloat16, host_adapters=3), device="cuda")
+    for n, adapter in enumerate(adapters):
+        bank.add(f"a{n}", adapter)
+    attached = gnn.attach_bank(model, bank)
+    attached.prepare(tokens, "cuda")
+    x = torch.zeros(4, tokens // 4, 32, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        with attached.using(["a0", None, "a1", "a0"]):
+            model(x)  # kernels are compiled
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = model(x)
+        seen = []
+        for names in (["a0", None, "a1", "a0"], [None], ["a1"], ["a2", "a1", None, None]):
+            x.copy_(inputs(4, tokens // 4, torch.bfloat16))
+            with attached.using(names):
+                graph.replay()
+                want = model(x)
+                assert torch.equal(y, want)
+            seen.append(y.clone())
+    assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])
