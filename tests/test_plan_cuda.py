@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 import re
 import shutil
@@ -16,10 +17,9 @@ from cases import assert_equal
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import cuda, driver, launch, launch_experts, reference
-from grouped_lora_ops.ops import expert_plan as expert_op
-from grouped_lora_ops.ops import plan as dense_op
 from grouped_lora_ops.ops import plan_cuda
 
+dense_op, expert_op = (importlib.import_module(f"grouped_lora_ops.ops.{stem}") for stem in ("plan", "expert_plan"))
 ROOT = Path(__file__).parents[1]
 PAGE = mmap.PAGESIZE
 WILD = {torch.int32: (-(2**31), 2**31 - 1), torch.int64: (-(2**32), 2**32, 2**32 + 1, -(2**63), 2**63 - 1)}
@@ -34,7 +34,7 @@ def translated() -> str:
     for pattern, by, times in (
         (r'#include "tile.cuh"', f'#include "{ROOT / "tests/cuda_on_cpu.h"}"', 1),
         (r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 2),
-        (r'asm volatile\("ld\.relaxed\.gpu\.global\.u32 [^;]*;".*', "v = *(const u32 *)from;", 1),
+        (r'asm volatile\("\{.*ld\.relaxed\.gpu\.global\.u32 .*', "v = there ? *(const u32 *)from : 0;", 1),
         (r'asm volatile\("st\.async\.[^;]*;".*', "send(to, &v, sizeof v, barrier);", 2),
     ):
         text, found = re.subn(pattern, by, text)
@@ -179,6 +179,7 @@ def test_what_fits_is_taken_and_what_does_not_is_left():
     assert launch.plan_cuda("sm_90", 65536, 1024, 0, False).kernel == "plan"
     assert launch.plan_cuda("sm_90", 32768, 128, 3, True).kernel == "plan"
     assert launch.plan_cuda("sm_90", 65536, 256, 64, True).kernel == "plan_pairs"
+    assert launch.plan_cuda("sm_90", 64, 128, 1, True) is None and launch.plan_cuda("sm_90", 65, 128, 1, True).kernel == "plan"
     assert launch.plan_cuda("sm_90", 300_000, 8, 0, False) is None and launch.plan_cuda("sm_90", 64, 40_000, 0, False) is None
     for arch in ("sm_80", "sm_89"):
         assert launch.plan_cuda(arch, 512, 8, 0, False) is None
