@@ -126,7 +126,7 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     while block_m > 64 and (p.tokens * fill < block_m or _programs(p, block_m, 256) < 0.7 * p.sms):
         block_m //= 2
     one = not lora or (mode != ROWS and not fp16)
-    wide = one and not transposed and _programs(p, block_m, 256) >= 0.7 * p.sms
+    wide = one and not transposed and has_pdl(p.arch) and shared_memory(p.arch) > 200 * KB and _programs(p, block_m, 256) >= 0.7 * p.sms
     warps = 8 if wide or block_m == 128 or mode == ROWS else 4
     return linear_with(
         p, mode, block_m, block_n=256 if wide else 128, block_k=64, num_warps=warps, num_stages=3 if wide else 4

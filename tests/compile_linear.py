@@ -1,0 +1,57 @@
+"""Compile linear's kernel as the op launches it, for a GPU that need not be there: `compile_kernels.py`'s manner.
+
+    python tests/compile_linear.py sm_90 132 [quick]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from compile_kernels import compiled, jobs, record
+
+from grouped_lora_ops.ops import common
+
+# dtype, T, L, r, ranks given, out_sizes: streams, rows as they come, sorted by slot, one slot
+CASES = [
+    (torch.bfloat16, 8, 8, 16, True, None),
+    (torch.bfloat16, 8192, 8, 64, True, None),
+    (torch.bfloat16, 64, 8, 64, True, None),
+    (torch.bfloat16, 1024, 8, 16, False, None),
+    (torch.bfloat16, 8192, 1, 64, True, None),
+    (torch.bfloat16, 1024, 64, 16, True, [2048, 256, 256]),
+    (torch.float16, 1024, 8, 16, True, None),
+    (torch.float16, 8192, 1, 64, True, None),
+    (torch.float32, 64, 8, 64, True, None),
+    (torch.float32, 1024, 8, 64, True, None),
+]
+QUICK = 2
+BACKWARD = 4  # of so many also the gradient of x
+
+
+def main(arch: str, sms: int, quick: bool) -> None:
+    common.INTERPRETER = (arch, sms)
+    for name in ("shrink", "plan"):
+        importlib.import_module(f"grouped_lora_ops.kernels.{name}").launch = lambda *args, **kw: None
+    importlib.import_module("grouped_lora_ops.kernels.linear").launch = record
+    ops = importlib.import_module("grouped_lora_ops.ops.linear")
+    for i, (dtype, tokens, slots, rank, ranks, sizes) in enumerate(CASES[:QUICK] if quick else CASES):
+        groups, features, out = (len(sizes) if sizes else 4), 4096, (sum(sizes),) if sizes else (4, 1024)
+        x = torch.empty((tokens, features) if sizes else (tokens, groups, features), dtype=dtype)
+        a = torch.empty((slots, groups, rank, features) if sizes else (slots, rank, features), dtype=dtype)
+        weight, b, y = (torch.empty(s, dtype=dtype) for s in ((*out, features), (slots, *out, rank), (tokens, *out)))
+        ids, scalings = torch.zeros(tokens, dtype=torch.int32), torch.ones(slots)
+        ranks = torch.full((slots,), rank, dtype=torch.int32) if ranks else None
+        ops._cuda(x, weight, a, b, ids, scalings, None, sizes, ranks)
+        if not quick and i < BACKWARD:
+            ops._backward_cuda(y, x, weight, a, b, ids, scalings, None, sizes, ranks, None, [True] + [False] * 4)
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(lambda job: compiled(job, int(arch.removeprefix("sm_"))), jobs.values()):
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), "quick" in sys.argv[3:])

@@ -1,0 +1,688 @@
+"""`linear`: base and delta in one kernel against the reference, exactly, and against float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.testing
+from cases import DTYPES, FORMS, NAN, assert_bits, assert_equal, build, place, rounded
+
+from grouped_lora_ops import launch, launch_linear, reference
+from grouped_lora_ops.launch_linear import ROWS, linear_with
+from grouped_lora_ops.ops import common, prepared
+
+ROOT = Path(__file__).parents[1]
+thorough = pytest.mark.thorough
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+# How rows are tiled: as they come (in one tile or several), or sorted by slot, by a scan of the ids or from a plan.
+WAYS = {
+    "rows": lambda p: linear_with(p, ROWS, 64, block_n=32),
+    "short rows": lambda p: linear_with(p, ROWS, 16, block_n=64, block_k=128, tile_group=2),
+    "slots": lambda p: linear_with(p, launch.row_mode(p.tokens, p.slots), 16, block_n=32, tile_group=1),
+    "plan": lambda p: linear_with(p, launch.SINGLE if p.slots == 1 else launch.PLAN, 32),
+}
+SLOTS_TOO = pytest.mark.parametrize("way", ["short rows", "slots", "plan"])
+
+
+@pytest.fixture
+def way_of(monkeypatch):
+    """way_of("plan"): every product from here on is tiled so."""
+
+    def apply(way: str):
+        common.configured.cache_clear()
+        prepared.forget()
+
+        def choose(p, transposed=False, fp16=False):
+            config = WAYS[way](p)
+            if config.shrink is None:  # no adapters: the same tiles, of rows as they come
+                rows = linear_with(p, ROWS, config.block_m)
+                config = replace(config, mode=ROWS, tiles=rows.tiles)
+            return config
+
+        monkeypatch.setattr(launch_linear, "linear", choose)
+
+    return apply
+
+
+def case(form="wo_a", dtype=torch.bfloat16, **kw):
+    """(case, weight, bias): x is finite in all rows, for the base reads them."""
+    c = build(form, dtype, **kw)
+    generator = torch.Generator().manual_seed(7)
+
+    def integers(bound, *shape):
+        return torch.randint(-bound, bound + 1, shape, generator=generator).to(c.x.device, dtype)
+
+    none = (c.ids < 0) | (c.ids >= c.a.shape[0])
+    c.x[none] = integers(4, *c.x[none].shape)
+    out = c.base.shape[1:]
+    bound = 1 if dtype == torch.float16 else 4
+    return c, integers(bound, *out, c.x.shape[-1]), integers(50, *out)
+
+
+def arguments(c, weight, bias=None, plan=None):
+    return (c.x, weight, c.a, c.b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, plan)
+
+
+def want_linear(c, weight, bias=None):
+    w = c.wide()
+    bias = None if bias is None else bias.double()
+    return rounded(reference.linear(w.x, weight.double(), *w.factors[1:], bias=bias, **w.kw), c.x.dtype)
+
+
+def want_grads(c, weight, bias):
+    w = c.wide()
+    args = (w.grad_y, w.x, weight.double(), *w.factors[1:], bias.double(), w.out_sizes, w.ranks, None, [True] * 5)
+    return [rounded(g, c.x.dtype) for g in reference.linear_backward(*args)]
+
+
+def check(kernels, c, weight, bias=None, what="", plan=None):
+    want = want_linear(c, weight, bias)
+    assert_equal(reference.linear(*c.factors[:1], weight, *c.factors[1:], bias=bias, **c.kw), want, f"reference {what}")
+    assert_equal(kernels.linear(*arguments(c, weight, bias, plan)), want, what)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@dtypes
+def test_exact(kernels, form, dtype):
+    c, weight, bias = case(form, dtype, ranks=True, device=kernels.device)
+    check(kernels, c, weight, bias)
+
+
+@SLOTS_TOO
+@pytest.mark.parametrize("form", ["plain", "wo_a", pytest.param("shared input", marks=thorough), "slices"])
+def test_ways(kernels, way_of, way, form):
+    way_of(way)
+    for slots in (1, 3):
+        for dtype in (torch.bfloat16, torch.float16) if form == "plain" else (torch.bfloat16,):
+            c, weight, bias = case(form, dtype, tokens=40, slots=slots, features=140, ranks=True, device=kernels.device)
+            check(kernels, c, weight, bias, f"L = {slots}")
+
+
+def test_the_shrink_may_be_whole(kernels, monkeypatch):
+    """h in one piece, as for long batches, and in pieces."""
+    shrink = launch.shrink
+    monkeypatch.setattr(launch, "shrink", lambda p, split=False: shrink(p, split=False))
+    c, weight, bias = case("wo_a", features=600, device=kernels.device)
+    assert launch_linear.linear(launch.Problem("sm_90", 132, 2, 7, 2, 600, 70, 5, 3)).shrink.split is False
+    check(kernels, c, weight, bias)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 12, 33, 64, pytest.param(128, marks=thorough), 200])
+def test_every_rank(kernels, way_of, rank):
+    for way in ("short rows", "slots"):
+        way_of(way)
+        ids = [0, 1, 2, 0, 1, -1, 0]
+        c, weight, _ = case("plain", rank=rank, features=100, ranks=[rank, rank // 2, 0], ids=ids, device=kernels.device)
+        check(kernels, c, weight, what=way)
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 65, pytest.param(300, marks=thorough)])
+def test_every_count(kernels, tokens):
+    c, weight, bias = case("wo_a", tokens=tokens, features=64, out=20, device=kernels.device)
+    check(kernels, c, weight, bias)
+
+
+@pytest.mark.parametrize("features, out", [(1, 1), (129, 127), (256, 129), (2100, 16)])
+def test_every_width(kernels, features, out):
+    c, weight, bias = case("plain", features=features, out=out, device=kernels.device)
+    check(kernels, c, weight, bias)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [128, 64, 64], [7, 150], [40, 0, 24], [16]], ids=str)
+def test_slices(kernels, sizes):
+    c, weight, bias = case("slices", groups=len(sizes), sizes=sizes, features=64, ranks=True, device=kernels.device)
+    check(kernels, c, weight, bias)
+
+
+@pytest.mark.parametrize("layout", ["slice", "odd", "rows", "transposed", "scattered"])
+def test_layouts(kernels, way_of, layout):
+    """All operands laid out so, then the weight alone: nothing is copied, what lies between its elements is NaN."""
+    way_of("short rows")
+    c, weight, bias = case("wo_a", rank=8, features=320, out=72, ranks=[8, 3, 5], layout=layout, device=kernels.device)
+    weight = place(weight, layout, kernels.device)
+    check(kernels, c, weight, bias, layout)
+    c, _, _ = case("wo_a", rank=8, features=320, out=72, device=kernels.device)
+    check(kernels, c, weight, place(bias, layout, kernels.device), f"{layout} weight")
+    c, weight, _ = case("slices", rank=8, features=320, device=kernels.device)
+    check(kernels, c, place(weight, layout, kernels.device), what=f"{layout} slices")
+
+
+def test_a_float32_bias(kernels):
+    """1/3 joins the sum in float32."""
+    c, weight, _ = case("plain", features=64, device=kernels.device)
+    c.x.zero_()
+    bias = torch.full((70,), 1 / 3, device=kernels.device)
+    y = kernels.linear(*arguments(c, weight, bias))
+    assert_equal(y, bias.to(c.x.dtype).expand_as(y))
+    assert_equal(reference.linear(c.x, weight, *c.factors[1:], bias=bias), y)
+
+
+def test_one_rounding(kernels):
+    """256 + 1 + 1/128 lies above the tie: base and delta rounded apart, or h rounded, would give 256."""
+    x = torch.tensor([[256.0, 1.0]], device=kernels.device).bfloat16()
+    weight = torch.tensor([[1.0, 0.0]], device=kernels.device).bfloat16()
+    a = torch.tensor([[[0.0, 1.0]]], device=kernels.device).bfloat16()
+    b = torch.tensor([[[1.0078125]]], device=kernels.device).bfloat16()
+    ids, one = torch.zeros(1, dtype=torch.int32, device=kernels.device), torch.ones(1, device=kernels.device)
+    assert kernels.linear(x, weight, a, b, ids, one).item() == 258.0
+    third = torch.full((1,), 1 / 3, device=kernels.device)
+    assert kernels.linear(x[:, 1:], weight[:, 1:], a[..., 1:], 3 * b.sign(), ids, third).item() == 1.0
+
+
+def random_case(device, dtype=torch.bfloat16, tokens=40, slots=3, groups=2, features=300, out=70, rank=12):
+    g = torch.Generator().manual_seed(0)
+
+    def randn(*size):
+        return torch.randn(size, generator=g).to(device, dtype)
+
+    ids = (torch.arange(tokens) % (slots + 1) - 1).to(device)
+    scalings = (torch.rand(slots, generator=g) + 0.5).to(device)
+    x, weight, bias = randn(tokens, groups, features), randn(groups, out, features), randn(groups, out)
+    return x, weight, randn(slots, rank, features), randn(slots, groups, out, rank), ids, scalings, bias
+
+
+@SLOTS_TOO
+@pytest.mark.parametrize("slots", [1, 3])
+def test_zero_adapters_change_nothing(kernels, way_of, way, slots):
+    """B = 0, scaling 0, rank 0, ids −1: the bits of no LoRA at all, −0.0 of the bias and rows of zeros included."""
+    way_of(way)
+    for dtype in (torch.bfloat16, torch.float16) if way == "slots" and slots == 3 else (torch.bfloat16,):
+        x, weight, a, b, ids, scalings, bias = random_case(kernels.device, dtype, 20, slots, features=140, out=40)
+        x, weight = (x * 8).round() / 8, (weight * 8).round() / 8  # sums are exact, as numpy's BLAS adds in any order
+        x[5], bias[0, :9] = 0, -0.0
+        some, zero = ids.clamp(0), torch.zeros(slots, dtype=torch.int32, device=ids.device)
+        parent = kernels.linear(x, weight, a[:, :0], b[..., :0], some, scalings, bias)
+        assert_bits(kernels.linear(x, weight, a[:0], b[:0], some * 0 - 1, scalings[:0], bias), parent, "no slots")
+        assert_bits(kernels.linear(x, weight, a * NAN, b * NAN, some * 0 - 1, scalings, bias), parent, "ids -1")
+        assert_bits(kernels.linear(x, weight, a, b * 0, some, scalings, bias), parent, "B 0")
+        assert_bits(kernels.linear(x, weight, a, b, some, scalings * 0, bias), parent, "scaling 0")
+        assert_bits(kernels.linear(x, weight, a * NAN, b * NAN, some, scalings, bias, None, zero), parent, "rank 0")
+        mixed = kernels.linear(x, weight, a, b, ids, scalings, bias)
+        assert_bits(mixed[ids < 0], parent[ids < 0], "rows without an adapter")
+        assert not torch.equal(mixed[ids >= 0], parent[ids >= 0])
+
+
+@SLOTS_TOO
+@pytest.mark.parametrize("slots", [1, 3])
+def test_rows_beside_a_broken_adapter(kernels, way_of, way, slots):
+    """A, B and scaling of NaN and Inf in slot 0: rows of another slot, or of none, never see them, forward or backward."""
+    way_of(way)
+    c, weight, bias = case("wo_a", slots=slots, ids=[0, -1, 0, slots - 1, -1, 0, -1], features=40, device=kernels.device)
+    c.grad_y.clamp_(-4, 4)
+    want, dx = want_linear(c, weight, bias), want_grads(c, weight, bias)[0]
+    c.a[0], c.b[0], c.scalings[0] = NAN, float("inf"), NAN
+    whole = c.ids != 0
+    got = kernels.linear(*arguments(c, weight, bias))
+    assert_bits(got[whole], want[whole])
+    assert not got[~whole].isfinite().any()
+    tail = (c.ids, c.scalings, bias, None, None, None, [True] + [False] * 4)
+    assert_bits(kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail)[0][whole], dx[whole])
+
+
+@SLOTS_TOO
+def test_ids_out_of_range_count_as_none(kernels, way_of, way):
+    way_of(way)
+    for slots in (1, 3):
+        ids = [0, slots, -2, 2**31 - 1, -(2**31), 0, 10**6]
+        c, weight, _ = case("plain", slots=slots, ids=ids, features=64, device=kernels.device)
+        check(kernels, c, weight)
+
+
+def test_a_plan_that_is_not_one_never_leads_out_of_bounds(kernels, way_of):
+    """The result is unspecified; no address outside the operands is touched (the interpreter would fail)."""
+    way_of("plan")
+    c, weight, _ = case("plain", tokens=20, features=64, ids=[0, 1] * 10, device=kernels.device)
+    for wrong in (2**31 - 1, -(2**31), 1000, -7):
+        plan = torch.full((20 + 3 + 2,), wrong, dtype=torch.int32, device=kernels.device)
+        kernels.linear(*arguments(c, weight, plan=plan))
+        plan[20:] = torch.tensor([0, 7, 20, 20, 20], dtype=torch.int32)
+        kernels.linear(*arguments(c, weight, plan=plan))
+
+
+def test_one_plan_serves_every_layout(kernels, way_of):
+    way_of("plan")
+    plan = None
+    for form in ("plain", "wo_a", "slices"):
+        c, weight, _ = case(form, tokens=20, features=40, ids=[2, 0, -1, 1, 2] * 4, device=kernels.device)
+        plan = kernels.plan(c.ids, 3) if plan is None else plan
+        assert_equal(kernels.linear(*arguments(c, weight, plan=plan)), want_linear(c, weight), form)
+
+
+@pytest.mark.parametrize("slots", [100, 1024])
+def test_many_slots(kernels, way_of, slots):
+    for way in ("short rows", "slots"):
+        way_of(way)
+        ids = [0, slots - 1, slots // 2, -1, 0, 7, slots - 1]
+        c, weight, _ = case("plain", slots=slots, ids=ids, features=40, device=kernels.device)
+        check(kernels, c, weight, what=way)
+
+
+@pytest.mark.parametrize(
+    "sizes", [dict(rank=0), dict(features=0), dict(out=0), dict(slots=0, ids=[-1] * 7), dict(groups=0), dict(tokens=0)], ids=str
+)
+def test_empty_sizes(kernels, sizes):
+    c, weight, bias = case("wo_a", device=kernels.device, poison=False, **{"features": 40, **sizes})
+    check(kernels, c, weight, bias)
+    assert_equal(torch.ops.grouped_lora.linear(*arguments(c, weight, bias)), want_linear(c, weight, bias))
+    grads = kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, c.ids, c.scalings, bias, None, None, None, [True] * 5)
+    for got, want in zip(grads, want_grads(c, weight, bias)):
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize("way", ["rows", "slots"])
+@dtypes
+def test_no_further_from_float64_than_torch(kernels, way_of, dtype, way):
+    """torch's own base, then our delta onto it: rounded twice (fp32: once in another order)."""
+    way_of(way)
+    x, weight, a, b, ids, scalings, bias = random_case(kernels.device, dtype, tokens=24, features=900, rank=24)
+    wide = [t.double() for t in (x, weight, a, b)]
+    exact = reference.linear(*wide, ids, scalings, bias=bias.double())
+    base = torch.einsum("tgd,gnd->tgn", x, weight) + bias
+    torch_error = (reference.delta(x, a, b, ids, scalings, base=base).double() - exact).abs()
+    error = (kernels.linear(x, weight, a, b, ids, scalings, bias).double() - exact).abs()
+    slack = 1.0 if dtype != torch.float32 else 1.5
+    assert error.max() <= slack * torch_error.max() and error.mean() <= slack * torch_error.mean()
+
+
+def test_a_second_run_has_the_same_bits(kernels):
+    args = random_case(kernels.device)
+    assert_bits(kernels.linear(*args), kernels.linear(*args))
+
+
+# --- gradients ---
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *[pytest.param(t, marks=thorough) for t in (torch.float16, torch.float32)]], ids=str)
+def test_exact_gradients(kernels, form, dtype):
+    c, weight, bias = case(form, dtype, features=150, ranks=True, device=kernels.device)
+    c.grad_y.clamp_(-4, 4)
+    tail = (c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, [True] * 5)
+    want = want_grads(c, weight, bias)
+    for name, got, w in zip("xwabc", kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail), want):
+        assert_equal(got, w, name)
+    for name, got, w in zip("xwabc", reference.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail), want):
+        assert_equal(got, w, f"reference {name}")
+
+
+@pytest.mark.parametrize("way", ["slots", pytest.param("plan", marks=thorough)])
+def test_exact_gradients_in_other_ways(kernels, way_of, way):
+    way_of(way)
+    for form, layout in (("wo_a", "dense"), ("slices", "transposed")):
+        c, weight, bias = case(form, tokens=40, features=72, rank=40, layout={"grad_y": layout, "x": layout}, device=kernels.device)
+        c.grad_y.clamp_(-4, 4)
+        tail = (c.ids, c.scalings, bias, c.out_sizes, None, None, [True, False, False, False, False])
+        grads = kernels.linear_backward(c.grad_y, c.x, place(weight, layout, kernels.device), c.a, c.b, *tail)
+        assert_equal(grads[0], want_grads(c, weight, bias)[0], form)
+        assert all(g.numel() == 0 for g in grads[1:])
+
+
+def leaves_of(c, weight, bias):
+    return [t.detach().clone().requires_grad_() for t in (c.x, weight, c.a, c.b, bias)]
+
+
+def call(leaves, c, plan=None, **kw):
+    x, weight, a, b, bias = leaves
+    return torch.ops.grouped_lora.linear(x, weight, a, b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, plan, **kw)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradcheck(form):
+    c, weight, bias = case(form, torch.float64, tokens=5, features=6, out=5, rank=3, ranks=True, sizes=[2, 3], poison=False)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(t.shape, generator=generator, dtype=torch.float64).requires_grad_() for t in leaves_of(c, weight, bias)]
+    assert torch.autograd.gradcheck(lambda *t: call(t, c), leaves)
+
+
+def test_gradients_only_where_asked_for():
+    """A frozen weight (the default) gets none, and what is asked for does not depend on the rest."""
+    c, weight, bias = case("wo_a", torch.float32, features=20, poison=False)
+    everything = leaves_of(c, weight, bias)
+    call(everything, c).sum().backward()
+    for wanted in ([0], [2, 3], [0, 2, 3], [1], [4], [0, 1, 2, 3, 4]):
+        leaves = [t.requires_grad_(i in wanted) for i, t in enumerate(leaves_of(c, weight, bias))]
+        y = call(leaves, c)
+        assert "grouped_lora" in y.grad_fn.name() or "Generated" in y.grad_fn.name()
+        y.sum().backward()
+        for i, (leaf, full) in enumerate(zip(leaves, everything)):
+            assert torch.equal(leaf.grad, full.grad) if i in wanted else leaf.grad is None
+    assert not call([t.detach() for t in everything], c).requires_grad
+
+
+@pytest.mark.parametrize("ids", [[], [-1] * 7], ids=["no rows", "no adapter"])
+def test_empty_batches_stay_connected(ids):
+    c, weight, bias = case("wo_a", tokens=len(ids), ids=ids, features=20)
+    c.a.fill_(NAN)
+    leaves = leaves_of(c, weight, bias)
+    y = call(leaves, c)
+    y.sum().backward()
+    assert y.isfinite().all()
+    for leaf in leaves:
+        assert leaf.grad.dtype == leaf.dtype and leaf.grad.isfinite().all()
+    assert not leaves[2].grad.any() and not leaves[3].grad.any()
+
+
+def test_second_derivatives_raise():
+    c, weight, bias = case("plain", torch.float32, features=20, poison=False)
+    leaves = leaves_of(c, weight, bias)
+    (dx,) = torch.autograd.grad(call(leaves, c).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="grouped_lora.linear: second derivatives are not supported"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])
+def test_opcheck(form):
+    c, weight, bias = case(form, torch.float32, features=12, ranks=True, poison=False)
+    op = torch.ops.grouped_lora.linear
+    x, weight, a, b, bias = leaves_of(c, weight, bias)
+    for plan, given in ((None, bias), (torch.ops.grouped_lora.plan(c.ids, 3), None)):
+        torch.library.opcheck(op, (x, weight, a, b, c.ids, c.scalings, given, c.out_sizes, c.ranks, plan))
+    torch.library.opcheck(op, (x, weight.detach(), a, b, c.ids * 0 - 1, c.scalings, None, c.out_sizes))
+
+
+def test_compile_traces_whole_and_once_for_every_length():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    c, weight, bias = case("wo_a", torch.float32, tokens=65, features=20, poison=False)
+
+    def step(x, a, b, ids, weight, bias):
+        return torch.ops.grouped_lora.linear(x * 2, weight, a, b, ids, c.scalings, bias).square().sum()
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (17, 2, 3, 64, 65):
+        grads = []
+        for run in (step, compiled):
+            x, w, a, b, k = leaves_of(c, weight, bias)
+            run(x[:tokens], a, b, c.ids[:tokens], w, k).backward()
+            grads.append([t.grad for t in (x, w, a, b, k)])
+        assert all(torch.equal(u, v) for u, v in zip(*grads))
+    assert counter.frame_count == 1
+
+
+def test_autocast():
+    c, weight, bias = case("wo_a", torch.float32, features=20, poison=False)
+    leaves = leaves_of(c, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(leaves, c)
+    x, w, a, b = (t.detach().bfloat16() for t in leaves[:4])
+    assert_equal(y.detach(), torch.ops.grouped_lora.linear(x, w, a, b, c.ids, c.scalings, bias))
+    y.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in leaves)
+
+
+# --- bad input ---
+
+T, G, D, N, R, L = 8, 2, 40, 24, 4, 3
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+SENTENCES = [
+    (dict(weight=zeros(G, N, 39)), "weight must be [2, 24, 40] to match x [8, 2, 40] and lora_b [3, 2, 24, 4]; got [2, 24, 39]."),
+    (dict(weight=zeros(G * N, D)), "weight must be [2, 24, 40] to match x [8, 2, 40] and lora_b [3, 2, 24, 4]; got [48, 40]."),
+    (dict(weight=zeros(G, D, N)), "weight must be [2, 24, 40] to match x [8, 2, 40] and lora_b [3, 2, 24, 4]; got [2, 40, 24]."),
+    (dict(weight=zeros(G, N, D).half()), "weight must be float32 like x; got float16."),
+    (dict(bias=zeros(N)), "bias must be [2, 24] to match x [8, 2, 40] and lora_b [3, 2, 24, 4]; got [24]."),
+    (dict(bias=zeros(G, N).half()), "bias must be float32 like x, or float32; got float16."),
+    (dict(lora_b=zeros(L, G, N, 5)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40]; got [3, 2, 24, 5]."),
+    (dict(adapter_ids=zeros(7).long()), "adapter_ids must be [8] to match x [8, 2, 40]; got [7]."),
+    (dict(adapter_ids=torch.full((T,), L)), "adapter_ids must be -1 (no adapter) or a slot 0 … 2; got 3."),
+    (dict(scalings=torch.ones(2)), "scalings must be [3] to match lora_a [3, 4, 40]; got [2]."),
+    (
+        dict(plan=torch.zeros(12).int()),
+        "plan must be [13] = T + L + 2 for T = 8 rows and L = 3 slots, from grouped_lora.plan; got [12].",
+    ),
+    (
+        dict(out_sizes=[16, 8], lora_b=zeros(L, 24, R)),
+        "weight must be [24, 40] to match x [8, 2, 40] and lora_b [3, 24, 4]; got [2, 24, 40].",
+    ),
+    (dict(weight=zeros(G, N, D).to("meta")), "weight must be on cpu like x; got meta."),
+]
+
+
+def given(**changes):
+    args = dict(x=zeros(T, G, D), weight=zeros(G, N, D), lora_a=zeros(L, R, D), lora_b=zeros(L, G, N, R))
+    return {**args, "adapter_ids": zeros(T).long(), "scalings": torch.ones(L), **changes}
+
+
+@pytest.mark.parametrize("changes, sentence", SENTENCES, ids=[s[:44] for _, s in SENTENCES])
+def test_sentences(kernels, changes, sentence):
+    import grouped_lora_ops
+
+    with pytest.raises(ValueError) as error:
+        grouped_lora_ops.linear(**given(**changes))
+    assert str(error.value) == f"grouped_lora.linear: {sentence}"
+    if "slot 0" not in sentence and "meta" not in sentence:
+        with pytest.raises(ValueError) as error:
+            kernels.linear(**{n: t.to(kernels.device) if torch.is_tensor(t) else t for n, t in given(**changes).items()})
+        assert str(error.value) == f"grouped_lora.linear: {sentence}"
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "out_sizes"])
+def test_wrong_types(name):
+    import grouped_lora_ops
+
+    must = {"weight": "a torch.Tensor", "bias": "a torch.Tensor or None", "out_sizes": "a list of int or None"}[name]
+    with pytest.raises(TypeError) as error:
+        grouped_lora_ops.linear(**given(**{name: 3}))
+    assert str(error.value) == f"grouped_lora.linear: {name} must be {must}; got int."
+
+
+# --- the launch choice and the compiled kernels ---
+
+
+def problems(count):
+    draw = random.Random(0)
+    for _ in range(count):
+        yield launch.Problem(
+            arch=draw.choice(["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_123"]),
+            sms=draw.choice([1, 20, 132, 148]),
+            itemsize=draw.choice([2, 4]),
+            tokens=int(2 ** draw.uniform(0, 18)),
+            groups=draw.choice([1, 2, 8]),
+            in_features=draw.choice([1, 100, 4096, 18432]),
+            out_features=draw.choice([1, 127, 1024, 4096]),
+            rank=draw.choice([0, 1, 16, 64, 512]),
+            slots=draw.choice([0, 1, 2, 8, 64, 1024]),
+        )
+
+
+def test_every_problem_gets_a_configuration():
+    """It fits into shared memory, covers the rows, and cuts the sum over r by r alone."""
+    for p in problems(2000):
+        for transposed, fp16 in ((False, False), (True, False), (False, True)):
+            c = launch_linear.linear(p, transposed, fp16 and p.itemsize == 2)
+            assert c.num_stages * (c.block_m + c.block_n) * c.block_k * p.itemsize <= launch_linear.shared_memory(p.arch)
+            assert c.rank_block == launch_linear.rank_block(max(p.rank, 1), p.itemsize)
+            assert (c.shrink is None) == (0 in (p.rank, p.slots))
+            assert c.mode != launch.SINGLE or p.slots == 1
+            assert c.mode in (ROWS, launch.SINGLE) or c.tiles == launch.tile_count(c.block_m, p.tokens, p.slots, False)
+            assert c.mode not in (ROWS, launch.SINGLE) or (c.tiles - 1) * c.block_m < p.tokens <= c.tiles * c.block_m
+            assert c.mode == ROWS or c.shrink is not None
+
+
+def test_a_weight_stream_keeps_the_memory_busy():
+    """T ≤ 64 on 132 multiprocessors: nearly each has a program, with 32 KB of W or more under way."""
+    for groups, out in ((4, 1024), (8, 1024), (1, 4096)):
+        for tokens in (1, 8, 64):
+            c = launch_linear.linear(launch.Problem("sm_90", 132, 2, tokens, groups, 4096, out, 16, 8))
+            programs = groups * launch.cdiv(out, c.block_n)
+            assert c.mode == ROWS and c.tiles == 1 and programs >= 0.9 * 132
+            assert (c.num_stages - 1) * c.block_n * c.block_k * 2 >= 32 * 1024
+
+
+@pytest.mark.parametrize("arch, sms, how", [("sm_90", 132, "all"), ("sm_120", 170, "quick")])
+def test_they_compile_without_spills(arch, sms, how, tmp_path):
+    """… within shared memory, with 16-byte loads of x, W and h (the few of less are ids, and ranks for each piece of r), stores alike."""
+    pytest.importorskip("triton.backends.nvidia")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env.update(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
+    command = [sys.executable, str(ROOT / "tests/compile_linear.py"), arch, str(sms), how]
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(lines) >= (10 if how == "all" else 2)
+    for k in lines:
+        assert k["shared"] <= launch_linear.shared_memory(arch), k
+        assert k["stack"] <= (0 if arch == "sm_90" else 64), k
+        assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= 8 * k["constants"]["R_BLOCKS"], k
+        assert k["launch_pdl"], k
+
+
+# --- on a GPU ---
+
+
+@pytest.mark.gpu
+@dtypes
+def test_exact_at_real_sizes(kernels, dtype):
+    for form, tokens, slots, rank, ranks in (
+        ("wo_a", 1, 8, 16, True),
+        ("wo_a", 8, 8, 64, True),
+        ("plain", 64, 64, 64, True),
+        ("wo_a", 64, 1, 16, False),
+        ("wo_a", 100, 3, 64, True),
+        ("slices", 1024, 8, 16, True),
+        ("plain", 1000, 3, 200, True),
+        ("wo_a", 4000, 1, 64, True),
+        ("shared input", 4000, 4, 64, False),
+        ("wo_a", 8192, 8, 64, True),
+    ):
+        c, weight, bias = case(
+            form, dtype, tokens=tokens, slots=slots, groups=4, features=1024, out=512, rank=rank, ranks=ranks,
+            sizes=[512, 128, 128], device="cuda",
+        )  # fmt: skip
+        check(kernels, c, weight, bias, f"{form} {tokens} {slots} {rank}")
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("rank", [16, 64, 200])
+@pytest.mark.parametrize("slots", [1, 5])
+def test_a_rows_bits_are_its_own(dtype, rank, slots):
+    """Alone, in T = 7 … 5000, from a plan, in another order, beside others: the same bits, of y and of dx."""
+    linear = torch.ops.grouped_lora.linear
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 5000, slots, 4, 2048, 512, rank)
+    ranks = torch.tensor([rank, rank, rank // 2, 3, rank], dtype=torch.int32, device="cuda")[:slots]
+    grad = torch.randn_like(x[..., :512])
+
+    def run(rows, ids, plan=None):
+        leaf = x[rows].requires_grad_()
+        y = linear(leaf, weight, a, b, ids, scalings, bias, None, ranks, plan)
+        return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
+
+    batch = run(slice(None), ids)
+    plan = torch.ops.grouped_lora.plan(ids, slots)
+    order = torch.randperm(5000, device="cuda")
+    others = torch.where(torch.arange(5000, device="cuda") % 7 == 0, ids, -1)
+    parts = [slice(1, 2), slice(299, 300), slice(0, 7), slice(0, 20), slice(0, 64), slice(0, 65), slice(9, 300), slice(1, 1025)]
+    for got, want in zip(run(slice(None), ids, plan), batch):
+        assert_bits(got, want, "with a plan")
+    for rows in [*parts, order]:
+        for got, want in zip(run(rows, ids[rows]), batch):
+            assert_bits(got, want[rows], f"rows {rows}")
+    for got, want in zip(run(slice(None), others), batch):
+        assert_bits(got[::7], want[::7], "with other neighbours")
+    parent = linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias)
+    assert_bits(batch[0][ids < 0], parent[ids < 0], "without an adapter")
+    for rows in (slice(0, 5), slice(0, 64), slice(0, 200), slice(None)):
+        zero = linear(x[rows], weight, a, b * 0, ids[rows], scalings, bias, None, ranks)
+        assert_bits(zero, parent[rows], f"zero adapters, rows {rows}")
+
+
+@pytest.mark.gpu
+@dtypes
+def test_every_choice_gives_the_same_bits(dtype, monkeypatch):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 300, 3, 2, 1000, 500, 48)
+    want = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias)
+    choices = {
+        **WAYS,
+        "tall": lambda p: linear_with(p, launch.PLAN, 128, block_n=128, num_warps=8, num_stages=3),
+        "tall rows": lambda p: linear_with(p, ROWS, 128, block_n=64, block_k=128, num_warps=8, num_stages=2),
+        "stream": lambda p: linear_with(p, ROWS, 16, block_n=32, block_k=256, num_stages=5, prefetch=True),
+    }
+    for name, choose in choices.items():
+        monkeypatch.setattr(launch_linear, "linear", lambda p, *_, choose=choose: choose(p))
+        common.configured.cache_clear()
+        prepared.forget()
+        assert_bits(torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias), want, name)
+
+
+@pytest.mark.gpu
+@dtypes
+@pytest.mark.parametrize("tokens", [8, 64, 1000])
+def test_no_further_from_float64_than_cublas(dtype, tokens):
+    x, weight, a, b, ids, scalings, _ = random_case("cuda", dtype, tokens, 3, 2, 4096, 512, 16)
+    exact = reference.linear(*[t.double() for t in (x, weight, a, b)], ids, scalings)
+    base = torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+    both = torch.ops.grouped_lora.delta(x, a, b, ids, scalings, base)
+    got = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings)
+    error, other = ((t.double() - exact).abs() for t in (got, both))
+    slack = 1.0 if dtype != torch.float32 else 2.0  # cuBLAS may sum in several chains
+    assert error.mean() <= slack * other.mean() and error.max() <= max(1.1, slack) * other.max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 100, 300, 2000])
+def test_replays_follow_ids_weights_and_scalings(tokens):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", torch.bfloat16, tokens, 6, 4, 1024, 256, 16)
+    ranks = torch.tensor([16, 3, 8, 16, 1, 12], dtype=torch.int32, device="cuda")
+
+    def step():
+        return torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias, None, ranks)
+
+    mixed = ids.clone()
+    ids.zero_()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for other in (mixed, mixed.flip(0), torch.full_like(mixed, -1), torch.full_like(mixed, 5)):
+        ids.copy_(other)
+        a.mul_(1.25)
+        b.neg_()
+        scalings.add_(0.125)
+        ranks.copy_(ranks.roll(1))
+        for _ in range(20):
+            graph.replay()
+        assert_bits(y.clone(), step())
+
+
+@pytest.mark.gpu
+def test_a_first_call_inside_a_capture_names_its_op():
+    c, weight, _ = case("plain", tokens=9, features=456, out=104, rank=6, device="cuda", poison=False)
+    with pytest.raises(RuntimeError, match=r"^grouped_lora\.linear: .*warmup"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call((c.x, weight, c.a, c.b, None), c)
+    torch.cuda.synchronize()
+    want = call((c.x, weight, c.a, c.b, None), c)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call((c.x, weight, c.a, c.b, None), c)
+    graph.replay()
+    assert_bits(y, want)
+
+
+@pytest.mark.gpu
+@dtypes
+def test_gradients_are_ours(dtype):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 300, 3, 2, 512, 256, 16)
+    leaves = [t.requires_grad_() for t in (x, weight, a, b, bias)]
+    y = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias)
+    assert "grouped_lora" in type(y.grad_fn).__name__ or "Generated" in type(y.grad_fn).__name__
+    grad = torch.randn_like(y)
+    got = torch.autograd.grad(y, leaves, grad)
+    args = [t.detach().double() for t in (grad, x, weight, a, b)]
+    want = reference.linear_backward(*args, ids, scalings, bias.detach().double(), None, None, None, [True] * 5)
+    for mine, exact in zip(got, want):
+        assert mine.dtype == dtype and (mine.double() - exact).norm() <= 4e-3 * exact.norm()
