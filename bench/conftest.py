@@ -27,7 +27,7 @@ from .contenders import Inputs, Unavailable
 from .workloads import Workload
 
 HERE = Path(__file__).resolve().parent
-OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan", "expert_delta")}
+OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan", "expert_delta", "linear")}
 OPS |= {"bench_wgrad": "train", "bench_host": "delta"}
 
 _rows = pytest.StashKey[list]()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ops import delta, delta_, expand, expand_, plan, shrink
+from .ops import delta, delta_, expand, expand_, linear, plan, shrink
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Shape:
     id_dtype: torch.dtype = torch.int32
 
 
-OPS = ("delta", "delta_", "shrink", "expand", "expand_")
+OPS = ("delta", "delta_", "shrink", "expand", "expand_", "linear")
 
 
 def warmup(
@@ -47,8 +47,9 @@ def warmup(
 
     Each of those T is called once on dummy tensors with the layout of freshly allocated ones (contiguous, 16-byte
     aligned): afterwards such calls compile nothing, captured or not. Calls with other layouts (a transposed factor, an
-    unaligned slice) want one call of their own. delta and expand are prepared with and without base, `plan` always.
-    backward: also the gradients of x, lora_a and lora_b. Does nothing on a machine without a GPU.
+    unaligned slice) want one call of their own. delta and expand are prepared with and without base, linear
+    with and without a bias of x's dtype, `plan` always. backward: also the gradients of x, lora_a and lora_b: delta's, and
+    linear's where it is among `ops`. Does nothing on a machine without a GPU.
     """
     ops = tuple(ops)
     for op in ops:
@@ -83,6 +84,7 @@ def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bo
     else:
         b, wide = make(1, groups, s.out_features, s.rank), (groups, s.out_features)
     a, b = (t.expand(s.num_slots, *t.shape[1:]) for t in (a, b))
+    weight, bias = make(s.in_features).expand(*wide, -1), make(*wide)
     all_ids = torch.zeros(tokens, dtype=s.id_dtype, device=device)
     scalings = torch.ones(s.num_slots, device=device)
     kw = {"ranks": torch.full((s.num_slots,), s.rank, dtype=torch.int32, device=device) if s.ranks else None}
@@ -104,8 +106,14 @@ def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bo
                 expand(h, b, ids, scalings, base=out, **kw, **sizes)
             elif op == "expand_":
                 expand_(out, h, b, ids, scalings, **kw, **sizes)
+            elif op == "linear":
+                linear(x, weight, a, b, ids, scalings, **kw, **sizes)
+                linear(x, weight, a, b, ids, scalings, bias=bias, **kw, **sizes)
         if backward:
             leaves = [t.detach().requires_grad_() for t in (x, a, b)]
             y = delta(*leaves, ids, scalings, **kw, **sizes)
             torch.autograd.grad(y, leaves, out)  # not the gradient of a sum, whose strides are 0
+            if "linear" in ops:
+                y = linear(leaves[0], weight, *leaves[1:], ids, scalings, **kw, **sizes)
+                torch.autograd.grad(y, leaves, out)
     return len(ops) * len(counts)

@@ -136,6 +136,6 @@ def install(monkeypatch, way: str) -> FakeGpu:
     monkeypatch.setattr(driver, "run", watched)
     monkeypatch.setattr(driver, "library", lambda: gpu)
     monkeypatch.setattr(driver, "stream_of", lambda device: STREAM)
-    for stem in ("shrink", "expand", "delta", "plan"):
+    for stem in ("shrink", "expand", "delta", "plan", "linear"):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", gpu.triton)
     return gpu

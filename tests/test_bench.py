@@ -259,6 +259,7 @@ def test_every_suite_runs_at_tiny_sizes(tmp_path):
         "train",
         "expert_delta",
         "expert_train",
+        "linear",
     }
     assert {row["contender"] for row in run["rows"]} >= {"ours", "reference", "torch"}
     assert all(row["us"] > 0 for row in run["rows"])

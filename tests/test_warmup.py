@@ -11,7 +11,7 @@ import grouped_lora_ops as glo
 from grouped_lora_ops import Shape
 from grouped_lora_ops.ops import common
 
-OPS = ("delta", "delta_", "shrink", "expand", "expand_")
+OPS = ("delta", "delta_", "shrink", "expand", "expand_", "linear")
 SHAPES = {
     "wo_a": Shape(1280, 24, 5, 320, groups=2),
     "one slot": Shape(4096, 64, 1, 1024, groups=4),
@@ -40,6 +40,26 @@ class Delta(torch.autograd.Function):
         return *implementation("delta")._backward_cuda(grad_y, *ctx.saved_tensors, *args), None, None, None
 
 
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, a, b, ids, scalings, kw):
+        ctx.save_for_backward(x, weight, a, b, ids, scalings)
+        ctx.kw = kw
+        return implementation("linear")._cuda(x, weight, a, b, ids, scalings, **kw)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        args = (None, ctx.kw.get("out_sizes"), ctx.kw.get("ranks"), None, [True, False, True, True, False])
+        dx, _, da, db, _ = implementation("linear")._backward_cuda(grad_y, *ctx.saved_tensors, *args)
+        return dx, None, da, db, None, None, None
+
+
+def linear(x, weight, a, b, ids, scalings, **kw):
+    if x.requires_grad:
+        return Linear.apply(x, weight, a, b, ids, scalings, kw)
+    return implementation("linear")._cuda(x, weight, a, b, ids, scalings, **kw)
+
+
 def implementation(stem):
     return importlib.import_module(f"grouped_lora_ops.ops.{stem}")
 
@@ -60,7 +80,7 @@ def keys(monkeypatch):
         kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else a is None for a in args]
         seen.add((kernel, constants, num_warps, num_stages, pdl, *kinds))
 
-    for stem in ("shrink", "expand", "delta", "plan", "wgrad"):
+    for stem in ("shrink", "expand", "delta", "plan", "wgrad", "linear"):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", record)
     module = importlib.import_module("grouped_lora_ops.warmup")
     names = {"delta_": ("delta", "_cuda_"), "shrink": ("shrink", "_cuda"), "expand": ("expand", "_cuda")}
@@ -68,6 +88,7 @@ def keys(monkeypatch):
     for name, (stem, function) in names.items():
         monkeypatch.setattr(module, name, getattr(implementation(stem), function))
     monkeypatch.setattr(module, "delta", delta)
+    monkeypatch.setattr(module, "linear", linear)
     monkeypatch.setattr(common, "facts", lambda t: ("sm_90", 132))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
@@ -101,6 +122,11 @@ def calls(s: Shape, tokens: int):
     yield "plan", lambda: implementation("plan")._cuda(ids, s.num_slots)
     grads = (sizes["out_sizes"], kw["ranks"], None, [True] * 3)
     yield "backward", lambda: d._backward_cuda(torch.empty_like(y), x, a, b, ids, scalings, *grads)
+    m, weight = implementation("linear"), torch.empty(*out, s.in_features, dtype=s.dtype)
+    yield "linear", lambda: m._cuda(x, weight, a, b, ids, scalings, **kw, **sizes)
+    yield "linear with bias", lambda: m._cuda(x, weight, a, b, ids, scalings, bias=y[0].clone(), **kw, **sizes)
+    grads = (None, *grads[:-1], [True, False, True, True, False])
+    yield "backward of linear", lambda: m._backward_cuda(torch.empty_like(y), x, weight, a, b, ids, scalings, *grads)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -124,8 +150,8 @@ def test_every_count_up_to_tokens_is_called(keys, monkeypatch):
 
 def test_a_wrong_op_is_refused():
     with pytest.raises(ValueError) as error:
-        glo.warmup([SHAPES["wo_a"]], ops=["delta", "linear"])
-    assert str(error.value) == f"grouped_lora_ops.warmup: ops must be among {list(OPS)}; got 'linear'."
+        glo.warmup([SHAPES["wo_a"]], ops=["delta", "wgrad"])
+    assert str(error.value) == f"grouped_lora_ops.warmup: ops must be among {list(OPS)}; got 'wgrad'."
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -1,0 +1,101 @@
+"""linear (base and delta in one kernel) beside PyTorch's base alone and beside PyTorch's base followed by our `delta_`.
+
+    pytest bench/bench_linear.py -s --bench-json …          all rows
+    pytest bench/bench_linear.py -s -k "wo_a_g4 and T8-"    some
+
+A row of ours also holds, measured in the same test: `base_us` and `times_base` (the bar is a multiple of it), `apart_us`
+(base, then delta_), `parent_us` (our kernel without LoRA) and `tax` (ours over that). torch's row is its base alone.
+"""
+
+import pytest
+import torch
+
+import grouped_lora_ops as glo
+
+from . import contenders as who
+from . import linear_workloads as workloads
+from . import measure
+from .workloads import shared_inputs
+
+CONTENDERS = ("ours", "torch")
+
+
+@pytest.fixture(scope="module")
+def case(request, device):
+    """(workload, what its batch shares)."""
+    w = request.param.tiny() if request.config.getoption("--tiny") else request.param
+    yield w, shared_inputs(w, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ours(w, shared, plan):
+    linear, ids, scalings = glo.linear, shared["adapter_ids"], shared["scalings"]
+    return lambda t: linear(t["x"], t["weight"], t["lora_a"], t["lora_b"], ids, scalings, plan=plan)
+
+
+def parent(w, shared):
+    """Our kernel with no adapter slots."""
+    linear, none, nothing = glo.linear, torch.full_like(shared["adapter_ids"], -1), shared["scalings"][:0]
+    return lambda t: linear(t["x"], t["weight"], t["lora_a"][:0], t["lora_b"][:0], none, nothing)
+
+
+def base(t):
+    """PyTorch's product, as a model without adapters runs it: y [T, G, N] is a view of bmm's [G, T, N]."""
+    if t["weight"].dim() == 2:
+        return torch.nn.functional.linear(t["x"], t["weight"])
+    return torch.bmm(t["x"].transpose(0, 1), t["weight"].mT).transpose(0, 1)
+
+
+def apart(w, shared, plan):
+    delta_, ids, scalings = glo.delta_, shared["adapter_ids"], shared["scalings"]
+
+    def call(t):
+        y = base(t)
+        delta_(y, t["x"], t["lora_a"], t["lora_b"], ids, scalings, plan=plan)
+        return y
+
+    return call
+
+
+def exact(w, shared, t):
+    ids, scalings = shared["adapter_ids"], shared["scalings"]
+    return glo.reference.linear(t["x"], t["weight"], t["lora_a"], t["lora_b"], ids, scalings)
+
+
+@pytest.mark.parametrize("case", workloads.LINEAR, indirect=True, ids=lambda w: w.name)
+def test_linear(case, contender, device, figure, timer, request):
+    w, shared = case
+    tiny = request.config.getoption("--tiny")
+    plan = None
+    if w.T >= (2 if tiny else who.PLAN_FROM):
+        plan = glo.plan(shared["adapter_ids"], w.slots)
+    if contender == "ours":
+        t = workloads.integer_set(w, device)
+        for name, way in {"linear": ours(w, shared, plan), "linear without a plan": ours(w, shared, None)}.items():
+            if not torch.equal(way(t), exact(w, shared, t)):
+                pytest.fail(f"exactness gate on {w.name}: {name}: no figure from a wrong kernel")
+        del t
+    count = measure.sets_for(workloads.bytes_per_set(w), most=2 if tiny else 16)
+    sets = [workloads.random_set(w, device, seed) for seed in range(count)]
+
+    def calls(way):
+        return [lambda t=t: way(t) for t in sets]
+
+    if contender == "torch":
+        figure(w, "linear", contender, timer.graph(calls(base)), variant="base alone")
+        return
+    fused = calls(ours(w, shared, plan))
+    more = {
+        "base_us": timer.graph_us(calls(base)),
+        "apart_us": timer.graph_us(calls(apart(w, shared, plan))),
+        "parent_us": timer.graph_us(calls(parent(w, shared))),
+        "hot_us": timer.hot_us(fused[0]),
+    }
+    now = timer.graph_us(fused)
+    more |= {"times_base": now / more["base_us"], "times_bar": w.bar, "tax": now / more["parent_us"]}
+    us = figure(w, "linear", contender, timer.graph(fused), **more)
+    print(
+        f"\n{w.name}: {us:.1f} µs, base alone {more['base_us']:.1f} ({us / more['base_us']:.2f} ×, bar {w.bar} ×), base then delta_ "
+        f"{more['apart_us']:.1f}, without LoRA {more['parent_us']:.1f}, floor {workloads.floor_us(w):.1f}"
+    )

@@ -1,0 +1,96 @@
+"""What is measured of `linear`: base and delta of DeepSeek-V4's `wo_a` (4 and 8 groups a rank) and of a 4096 → 4096 layer.
+
+The floor is max(bytes / 4.3 TB/s, flops / 790 TFLOP/s) as in `workloads`: x, W and the active A and B read once, y written
+once. The bar is PyTorch's base alone, measured beside it: ≤ 1 × at T ≤ 64, above ≤ 1.04 × (r 16) and 1.10 × (r 64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from . import workloads
+from .workloads import FLOPS_PER_US, HBM_BYTES_PER_US, Workload
+
+
+@dataclass(frozen=True)
+class LinearWorkload(Workload):
+    """A `Workload` ("plain" or "grouped") with the base weight [N, D] or [G, N, D]."""
+
+    def tiny(self) -> LinearWorkload:
+        return replace(self, T=min(self.T, 9), G=min(self.G, 3), slots=min(self.slots, 3), D=64, N=32, rank=8)
+
+    @property
+    def bar(self) -> float:
+        """How many times PyTorch's base alone it may take."""
+        return 1.0 if self.T <= 64 else 1.04 if self.rank <= 16 else 1.1
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.N, self.D) if self.layout == "plain" else (self.G, self.N, self.D)
+
+    def facts(self, op: str) -> dict:
+        """What a row of the results says about the workload."""
+        return {
+            "T": self.T,
+            "G": self.G,
+            "D": self.D,
+            "N": self.N,
+            "rank": self.rank,
+            "slots": self.slots,
+            "active": workloads.batch(self).adapters,
+            "layout": self.layout,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "floor_us": floor_us(self),
+            "bar_us": None,
+            "best_peer": None,
+            "best_peer_us": None,
+        }
+
+
+def floor_us(w: LinearWorkload) -> float:
+    b, size = workloads.batch(w), w.dtype.itemsize
+    weight = w.width * w.D
+    nbytes = size * (w.T * (w.x_width + w.width) + weight + b.adapter_ranks * (w.D + w.width))
+    flops = 2 * (w.T * weight + b.row_ranks * (w.D * w.h_rows + w.width))
+    return max(nbytes / HBM_BYTES_PER_US, flops / FLOPS_PER_US[w.dtype])
+
+
+def _linear(family: str, **shape) -> list[LinearWorkload]:
+    return [
+        LinearWorkload(f"{family}-r{rank}-S8-T{tokens}", tokens, rank=rank, slots=8, D=4096, **shape)
+        for rank in (16, 64)
+        for tokens in (1, 8, 64, 1024, 8192)
+    ]
+
+
+LINEAR = [
+    *_linear("wo_a_g4", G=4, N=1024, layout="grouped"),
+    *_linear("wo_a_g8", G=8, N=1024, layout="grouped"),
+    *_linear("plain", N=4096),
+]
+
+
+def with_weight(w: LinearWorkload, made: dict[str, Tensor], seed: int, integers: bool) -> dict[str, Tensor]:
+    device = made["x"].device
+    generator = torch.Generator(device).manual_seed(seed)
+    if integers:
+        weight = torch.randint(-3, 4, w.weight_shape, device=device, generator=generator).to(w.dtype)
+    else:
+        weight = torch.randn(w.weight_shape, device=device, dtype=w.dtype, generator=generator).mul_(w.D**-0.5)
+    return {**made, "weight": weight}
+
+
+def random_set(w: LinearWorkload, device: torch.device, seed: int) -> dict[str, Tensor]:
+    return with_weight(w, workloads.random_set(w, device, seed), seed, False)
+
+
+def integer_set(w: LinearWorkload, device: torch.device) -> dict[str, Tensor]:
+    """Small integers: every product and float32 sum is exact, h needs more bits than bf16 has."""
+    return with_weight(w, workloads.integer_set(w, device), 1, True)
+
+
+def bytes_per_set(w: LinearWorkload) -> int:
+    return workloads.bytes_per_set(w) + w.dtype.itemsize * w.width * w.D
