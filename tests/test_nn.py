@@ -311,6 +311,16 @@ def test_ids_set_for_the_next_batch_do_not_disturb_a_backward():
     assert any(p.grad.any() for p in attached.parameters(1))
 
 
+@pytest.mark.parametrize("batch, ids", [(3, [-1]), (0, [0, 1]), (0, [])])
+def test_jobs_without_tokens_get_gradients_of_zeros(batch, ids):
+    """Data-parallel reductions wait for every gradient: none may be missing on a rank without tokens."""
+    model = Toy()
+    attached = two_jobs(model)
+    attached.routing.set(ids)
+    model(inputs(batch)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in attached.parameters())
+
+
 def test_the_meta_device():
     with torch.device("meta"):
         model = Toy()

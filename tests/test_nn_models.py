@@ -347,6 +347,15 @@ def test_routes_of_other_ranks_are_left_out(experts, implementation):
     assert not got[2][ids == 3].any() and torch.allclose(got[2][ids != 3], want[2][ids != 3], atol=1e-3)
 
 
+@pytest.mark.parametrize("experts", ["parent", "fused"])
+def test_experts_of_an_idle_job_get_gradients_of_zeros(experts):
+    model, layout = model_of("qwen3_moe"), layout_of("qwen3_moe")
+    attached = gnn.attach_trainable(model, layout, rank=2, experts=experts, slots=2)
+    attached.routing.set([-1])
+    model(IDS).logits.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in attached.parameters())
+
+
 def test_generate_with_an_adapter_for_each_sequence():
     """Prefill and cached decode: the ids of the sequences serve every length."""
     model, layout = model_of("qwen3"), layout_of("qwen3")

@@ -30,7 +30,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv_proj(x).split(QKV, -1) if self.fused else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        return self.o_proj(torch.tanh(q) * torch.cat([k, v], -1))
+        heads = torch.tanh(q).unflatten(-1, (-1, 2, 8)) * (k * v).unflatten(-1, (-1, 1, 8))  # two for each of k and v
+        return self.o_proj(heads.flatten(-3))
 
 
 class Mlp(nn.Module):

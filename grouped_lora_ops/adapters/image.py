@@ -187,7 +187,7 @@ def _fill_experts(buffer: Buffer, expert: ExpertModule | None, a, b, most: int, 
         return None
     for kind, factor, target, rank_axis in (("A", expert.lora_a, a, -2), ("B", expert.lora_b, b, -1)):
         if len(factor) > 1:
-            if len(target) == 1 and p.experts > 1:
+            if len(target) == 1 and part.experts.stop - part.experts.start > 1:  # not a rank's only expert
                 problems.append(f"{buffer.key}: the bank shares {kind} among all experts; the adapter has one for each.")
                 return None
             factor = factor[part.experts]

@@ -185,9 +185,10 @@ def attach_trainable(
     attached = Attached(model, layout, Routing(slots, [0] if slots == 1 else None))
 
     def factors(buffer: Buffer, path: str, weight: Tensor) -> LoraFactors:
-        made = LoraFactors(
-            buffer, ranks, scalings, dtype=dtype or weight.dtype, device=weight.device, generator=generator
-        )
+        options = dict(dtype=dtype or weight.dtype, device=weight.device, generator=generator)
+        if shared_outer and buffer.kind == "experts":
+            options["shared"] = "a" if buffer.places[0].projection.gated else "b"
+        made = LoraFactors(buffer, ranks, scalings, **options)
         attached.factors.append(made)
         return made
 

@@ -75,14 +75,16 @@ class ExpertsLora:
         run = self._fused if self.mode == "fused" else self._parent
         return run(module, x, topk_ids, topk_weights)
 
+    def _trained(self) -> bool:
+        return isinstance(self.up, LoraFactors) or isinstance(self.down, LoraFactors)
+
     # ---- the parent's function, with the deltas in it ------------------------------------------------------------------
 
     def _parent(self, module, x, topk_ids, topk_weights):
         functions = registry()
         forward = functions.get(self.parent, None) or type(module).forward.__wrapped__  # eager: the class's own
         tokens, top_k = topk_ids.shape
-        idle = self.mode == "none" or (not self.routing.active and (tokens, x.device) not in self.routing._fixed)
-        if idle:
+        if self.mode == "none" or self.routing.idle(tokens, x.device, self._trained()):
             return forward(module, x, topk_ids, topk_weights)
         ids, _ = self.routing.rows(tokens, x.device)
         flat = topk_ids.reshape(-1)
@@ -131,7 +133,7 @@ class ExpertsLora:
             topk_weights = topk_weights.float()
         ids = scalings = None
         factors: list[Tensor | None] = [None] * 4
-        if self.routing.active or (len(x), x.device) in self.routing._fixed:
+        if not self.routing.idle(len(x), x.device, self._trained()):
             ids, _ = self.routing.rows(len(x), x.device)
             for i, source in enumerate((self.up, self.down)):
                 if source is not None:

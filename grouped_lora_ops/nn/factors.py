@@ -48,9 +48,11 @@ class LoraFactors(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        shared: Sequence[str] = (),
         generator: torch.Generator | None = None,
     ):
         super().__init__()
+        self.shared = tuple(shared)  # "a" or "b", where all experts share it
         self.buffer, self.ranks, self.scalings = buffer, list(ranks), list(scalings)
         a_shape, b_shape = buffer.a_shape[1:], buffer.b_shape[1:]
         factory = dict(dtype=dtype, device=device)

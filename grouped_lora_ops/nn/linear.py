@@ -91,7 +91,7 @@ class LoraLinear(nn.Module):
         """y + delta for a y that someone else multiplied out. Without gradients y may be written in place."""
         lead = x.shape[: -2 if self.grouped else -1]
         tokens = lead.numel()
-        if not self.routing.active and (tokens, x.device) not in self.routing._fixed:
+        if self.routing.idle(tokens, x.device, isinstance(self.factors, LoraFactors)):
             return y
         self._check_weight()
         ids, plan = self.routing.rows(tokens, x.device)

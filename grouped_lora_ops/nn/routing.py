@@ -43,6 +43,13 @@ class Routing:
         """False where it is known, without asking a device, that no token has an adapter."""
         return self._active is not False
 
+    def idle(self, tokens: int, device: torch.device, trained: bool) -> bool:
+        """Nothing to add to a batch. Not where a graph may be captured, whose next replay has other ids; nor where factors
+        are trained, which get gradients of zeros (a data-parallel reduction waits for them)."""
+        if self.active or (tokens, device) in self._fixed:
+            return False
+        return not (trained and torch.is_grad_enabled())
+
     def set(self, ids: Sequence[int] | Tensor, *, active: bool | None = None) -> None:
         """The slots of the next batch, −1 = no adapter: a list, or an int32 or int64 tensor [n].
 
