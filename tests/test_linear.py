@@ -1,7 +1,8 @@
-"""`linear`: base and delta in one kernel against the reference, exactly, and against float64."""
+"""`linear`: base and delta in one kernel against the reference, exactly, and against float64; see also test_linear_gpu.py."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -10,10 +11,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fake_gpu
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import DTYPES, FORMS, NAN, assert_bits, assert_equal, build, place, rounded
+from cases import DTYPES, FORMS, NAN, assert_bits, assert_equal, place
+from linear_cases import WAYS, arguments, call, case, check, leaves_of, random_case, want_grads, want_linear
 
 from grouped_lora_ops import launch, launch_linear, reference
 from grouped_lora_ops.launch_linear import ROWS, linear_with
@@ -22,14 +25,6 @@ from grouped_lora_ops.ops import common, prepared
 ROOT = Path(__file__).parents[1]
 thorough = pytest.mark.thorough
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-
-# How rows are tiled: as they come (in one tile or several), or sorted by slot, by a scan of the ids or from a plan.
-WAYS = {
-    "rows": lambda p: linear_with(p, ROWS, 64, block_n=32),
-    "short rows": lambda p: linear_with(p, ROWS, 16, block_n=64, block_k=128, tile_group=2),
-    "slots": lambda p: linear_with(p, launch.row_mode(p.tokens, p.slots), 16, block_n=32, tile_group=1),
-    "plan": lambda p: linear_with(p, launch.SINGLE if p.slots == 1 else launch.PLAN, 32),
-}
 SLOTS_TOO = pytest.mark.parametrize("way", ["short rows", "slots", "plan"])
 
 
@@ -53,43 +48,6 @@ def way_of(monkeypatch):
     return apply
 
 
-def case(form="wo_a", dtype=torch.bfloat16, **kw):
-    """(case, weight, bias): x is finite in all rows, for the base reads them."""
-    c = build(form, dtype, **kw)
-    generator = torch.Generator().manual_seed(7)
-
-    def integers(bound, *shape):
-        return torch.randint(-bound, bound + 1, shape, generator=generator).to(c.x.device, dtype)
-
-    none = (c.ids < 0) | (c.ids >= c.a.shape[0])
-    c.x[none] = integers(4, *c.x[none].shape)
-    out = c.base.shape[1:]
-    bound = 1 if dtype == torch.float16 else 4
-    return c, integers(bound, *out, c.x.shape[-1]), integers(50, *out)
-
-
-def arguments(c, weight, bias=None, plan=None):
-    return (c.x, weight, c.a, c.b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, plan)
-
-
-def want_linear(c, weight, bias=None):
-    w = c.wide()
-    bias = None if bias is None else bias.double()
-    return rounded(reference.linear(w.x, weight.double(), *w.factors[1:], bias=bias, **w.kw), c.x.dtype)
-
-
-def want_grads(c, weight, bias):
-    w = c.wide()
-    args = (w.grad_y, w.x, weight.double(), *w.factors[1:], bias.double(), w.out_sizes, w.ranks, None, [True] * 5)
-    return [rounded(g, c.x.dtype) for g in reference.linear_backward(*args)]
-
-
-def check(kernels, c, weight, bias=None, what="", plan=None):
-    want = want_linear(c, weight, bias)
-    assert_equal(reference.linear(*c.factors[:1], weight, *c.factors[1:], bias=bias, **c.kw), want, f"reference {what}")
-    assert_equal(kernels.linear(*arguments(c, weight, bias, plan)), want, what)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @dtypes
 def test_exact(kernels, form, dtype):
@@ -97,8 +55,9 @@ def test_exact(kernels, form, dtype):
     check(kernels, c, weight, bias)
 
 
+@thorough
 @SLOTS_TOO
-@pytest.mark.parametrize("form", ["plain", "wo_a", pytest.param("shared input", marks=thorough), "slices"])
+@pytest.mark.parametrize("form", ["plain", "wo_a", "shared input", "slices"])
 def test_ways(kernels, way_of, way, form):
     way_of(way)
     for slots in (1, 3):
@@ -116,7 +75,8 @@ def test_the_shrink_may_be_whole(kernels, monkeypatch):
     check(kernels, c, weight, bias)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 12, 33, 64, pytest.param(128, marks=thorough), 200])
+@thorough
+@pytest.mark.parametrize("rank", [1, 3, 8, 12, 33, 64, 128, 200])
 def test_every_rank(kernels, way_of, rank):
     for way in ("short rows", "slots"):
         way_of(way)
@@ -131,18 +91,21 @@ def test_every_count(kernels, tokens):
     check(kernels, c, weight, bias)
 
 
+@thorough
 @pytest.mark.parametrize("features, out", [(1, 1), (129, 127), (256, 129), (2100, 16)])
 def test_every_width(kernels, features, out):
     c, weight, bias = case("plain", features=features, out=out, device=kernels.device)
     check(kernels, c, weight, bias)
 
 
+@thorough
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [128, 64, 64], [7, 150], [40, 0, 24], [16]], ids=str)
 def test_slices(kernels, sizes):
     c, weight, bias = case("slices", groups=len(sizes), sizes=sizes, features=64, ranks=True, device=kernels.device)
     check(kernels, c, weight, bias)
 
 
+@thorough
 @pytest.mark.parametrize("layout", ["slice", "odd", "rows", "transposed", "scattered"])
 def test_layouts(kernels, way_of, layout):
     """All operands laid out so, then the weight alone: nothing is copied, what lies between its elements is NaN."""
@@ -176,18 +139,6 @@ def test_one_rounding(kernels):
     assert kernels.linear(x, weight, a, b, ids, one).item() == 258.0
     third = torch.full((1,), 1 / 3, device=kernels.device)
     assert kernels.linear(x[:, 1:], weight[:, 1:], a[..., 1:], 3 * b.sign(), ids, third).item() == 1.0
-
-
-def random_case(device, dtype=torch.bfloat16, tokens=40, slots=3, groups=2, features=300, out=70, rank=12):
-    g = torch.Generator().manual_seed(0)
-
-    def randn(*size):
-        return torch.randn(size, generator=g).to(device, dtype)
-
-    ids = (torch.arange(tokens) % (slots + 1) - 1).to(device)
-    scalings = (torch.rand(slots, generator=g) + 0.5).to(device)
-    x, weight, bias = randn(tokens, groups, features), randn(groups, out, features), randn(groups, out)
-    return x, weight, randn(slots, rank, features), randn(slots, groups, out, rank), ids, scalings, bias
 
 
 @SLOTS_TOO
@@ -228,6 +179,7 @@ def test_rows_beside_a_broken_adapter(kernels, way_of, way, slots):
     assert_bits(kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail)[0][whole], dx[whole])
 
 
+@thorough
 @SLOTS_TOO
 def test_ids_out_of_range_count_as_none(kernels, way_of, way):
     way_of(way)
@@ -248,6 +200,7 @@ def test_a_plan_that_is_not_one_never_leads_out_of_bounds(kernels, way_of):
         kernels.linear(*arguments(c, weight, plan=plan))
 
 
+@thorough
 def test_one_plan_serves_every_layout(kernels, way_of):
     way_of("plan")
     plan = None
@@ -257,6 +210,7 @@ def test_one_plan_serves_every_layout(kernels, way_of):
         assert_equal(kernels.linear(*arguments(c, weight, plan=plan)), want_linear(c, weight), form)
 
 
+@thorough
 @pytest.mark.parametrize("slots", [100, 1024])
 def test_many_slots(kernels, way_of, slots):
     for way in ("short rows", "slots"):
@@ -278,6 +232,7 @@ def test_empty_sizes(kernels, sizes):
         assert_equal(got, want)
 
 
+@thorough
 @pytest.mark.parametrize("way", ["rows", "slots"])
 @dtypes
 def test_no_further_from_float64_than_torch(kernels, way_of, dtype, way):
@@ -296,6 +251,21 @@ def test_no_further_from_float64_than_torch(kernels, way_of, dtype, way):
 def test_a_second_run_has_the_same_bits(kernels):
     args = random_case(kernels.device)
     assert_bits(kernels.linear(*args), kernels.linear(*args))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter stands in for one")
+@pytest.mark.parametrize("form", ["plain", "slices"])
+def test_a_repeated_call_reads_and_writes_its_own_tensors(monkeypatch, form):
+    """The second call with such shapes repeats the first one's two launches, on its own operands, h and result."""
+    pytest.importorskip("triton")
+    gpu = fake_gpu.install(monkeypatch, "ctypes")
+    run = importlib.import_module("grouped_lora_ops.ops.linear")._cuda
+    for seed in (0, 1):
+        c, weight, bias = case(form, tokens=5, features=64, ranks=True, seed=seed)
+        weight += seed
+        assert_equal(run(*arguments(c, weight, bias)), want_linear(c, weight, bias))
+        assert len(gpu.launches) == 2 * seed
+    assert len(run.table) == 1
 
 
 # --- gradients ---
@@ -324,15 +294,6 @@ def test_exact_gradients_in_other_ways(kernels, way_of, way):
         grads = kernels.linear_backward(c.grad_y, c.x, place(weight, layout, kernels.device), c.a, c.b, *tail)
         assert_equal(grads[0], want_grads(c, weight, bias)[0], form)
         assert all(g.numel() == 0 for g in grads[1:])
-
-
-def leaves_of(c, weight, bias):
-    return [t.detach().clone().requires_grad_() for t in (c.x, weight, c.a, c.b, bias)]
-
-
-def call(leaves, c, plan=None, **kw):
-    x, weight, a, b, bias = leaves
-    return torch.ops.grouped_lora.linear(x, weight, a, b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, plan, **kw)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -538,151 +499,3 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path):
         assert k["stack"] <= (0 if arch == "sm_90" else 64), k
         assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= 8 * k["constants"]["R_BLOCKS"], k
         assert k["launch_pdl"], k
-
-
-# --- on a GPU ---
-
-
-@pytest.mark.gpu
-@dtypes
-def test_exact_at_real_sizes(kernels, dtype):
-    for form, tokens, slots, rank, ranks in (
-        ("wo_a", 1, 8, 16, True),
-        ("wo_a", 8, 8, 64, True),
-        ("plain", 64, 64, 64, True),
-        ("wo_a", 64, 1, 16, False),
-        ("wo_a", 100, 3, 64, True),
-        ("slices", 1024, 8, 16, True),
-        ("plain", 1000, 3, 200, True),
-        ("wo_a", 4000, 1, 64, True),
-        ("shared input", 4000, 4, 64, False),
-        ("wo_a", 8192, 8, 64, True),
-    ):
-        c, weight, bias = case(
-            form, dtype, tokens=tokens, slots=slots, groups=4, features=1024, out=512, rank=rank, ranks=ranks,
-            sizes=[512, 128, 128], device="cuda",
-        )  # fmt: skip
-        check(kernels, c, weight, bias, f"{form} {tokens} {slots} {rank}")
-
-
-@pytest.mark.gpu
-@dtypes
-@pytest.mark.parametrize("rank", [16, 64, 200])
-@pytest.mark.parametrize("slots", [1, 5])
-def test_a_rows_bits_are_its_own(dtype, rank, slots):
-    """Alone, in T = 7 … 5000, from a plan, in another order, beside others: the same bits, of y and of dx."""
-    linear = torch.ops.grouped_lora.linear
-    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 5000, slots, 4, 2048, 512, rank)
-    ranks = torch.tensor([rank, rank, rank // 2, 3, rank], dtype=torch.int32, device="cuda")[:slots]
-    grad = torch.randn_like(x[..., :512])
-
-    def run(rows, ids, plan=None):
-        leaf = x[rows].requires_grad_()
-        y = linear(leaf, weight, a, b, ids, scalings, bias, None, ranks, plan)
-        return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
-
-    batch = run(slice(None), ids)
-    plan = torch.ops.grouped_lora.plan(ids, slots)
-    order = torch.randperm(5000, device="cuda")
-    others = torch.where(torch.arange(5000, device="cuda") % 7 == 0, ids, -1)
-    parts = [slice(1, 2), slice(299, 300), slice(0, 7), slice(0, 20), slice(0, 64), slice(0, 65), slice(9, 300), slice(1, 1025)]
-    for got, want in zip(run(slice(None), ids, plan), batch):
-        assert_bits(got, want, "with a plan")
-    for rows in [*parts, order]:
-        for got, want in zip(run(rows, ids[rows]), batch):
-            assert_bits(got, want[rows], f"rows {rows}")
-    for got, want in zip(run(slice(None), others), batch):
-        assert_bits(got[::7], want[::7], "with other neighbours")
-    parent = linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias)
-    assert_bits(batch[0][ids < 0], parent[ids < 0], "without an adapter")
-    for rows in (slice(0, 5), slice(0, 64), slice(0, 200), slice(None)):
-        zero = linear(x[rows], weight, a, b * 0, ids[rows], scalings, bias, None, ranks)
-        assert_bits(zero, parent[rows], f"zero adapters, rows {rows}")
-
-
-@pytest.mark.gpu
-@dtypes
-def test_every_choice_gives_the_same_bits(dtype, monkeypatch):
-    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 300, 3, 2, 1000, 500, 48)
-    want = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias)
-    choices = {
-        **WAYS,
-        "tall": lambda p: linear_with(p, launch.PLAN, 128, block_n=128, num_warps=8, num_stages=3),
-        "tall rows": lambda p: linear_with(p, ROWS, 128, block_n=64, block_k=128, num_warps=8, num_stages=2),
-        "stream": lambda p: linear_with(p, ROWS, 16, block_n=32, block_k=256, num_stages=5, prefetch=True),
-    }
-    for name, choose in choices.items():
-        monkeypatch.setattr(launch_linear, "linear", lambda p, *_, choose=choose: choose(p))
-        common.configured.cache_clear()
-        prepared.forget()
-        assert_bits(torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias), want, name)
-
-
-@pytest.mark.gpu
-@dtypes
-@pytest.mark.parametrize("tokens", [8, 64, 1000])
-def test_no_further_from_float64_than_cublas(dtype, tokens):
-    x, weight, a, b, ids, scalings, _ = random_case("cuda", dtype, tokens, 3, 2, 4096, 512, 16)
-    exact = reference.linear(*[t.double() for t in (x, weight, a, b)], ids, scalings)
-    base = torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
-    both = torch.ops.grouped_lora.delta(x, a, b, ids, scalings, base)
-    got = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings)
-    error, other = ((t.double() - exact).abs() for t in (got, both))
-    slack = 1.0 if dtype != torch.float32 else 2.0  # cuBLAS may sum in several chains
-    assert error.mean() <= slack * other.mean() and error.max() <= max(1.1, slack) * other.max()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 64, 100, 300, 2000])
-def test_replays_follow_ids_weights_and_scalings(tokens):
-    x, weight, a, b, ids, scalings, bias = random_case("cuda", torch.bfloat16, tokens, 6, 4, 1024, 256, 16)
-    ranks = torch.tensor([16, 3, 8, 16, 1, 12], dtype=torch.int32, device="cuda")
-
-    def step():
-        return torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias, None, ranks)
-
-    mixed = ids.clone()
-    ids.zero_()
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    for other in (mixed, mixed.flip(0), torch.full_like(mixed, -1), torch.full_like(mixed, 5)):
-        ids.copy_(other)
-        a.mul_(1.25)
-        b.neg_()
-        scalings.add_(0.125)
-        ranks.copy_(ranks.roll(1))
-        for _ in range(20):
-            graph.replay()
-        assert_bits(y.clone(), step())
-
-
-@pytest.mark.gpu
-def test_a_first_call_inside_a_capture_names_its_op():
-    c, weight, _ = case("plain", tokens=9, features=456, out=104, rank=6, device="cuda", poison=False)
-    with pytest.raises(RuntimeError, match=r"^grouped_lora\.linear: .*warmup"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            call((c.x, weight, c.a, c.b, None), c)
-    torch.cuda.synchronize()
-    want = call((c.x, weight, c.a, c.b, None), c)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = call((c.x, weight, c.a, c.b, None), c)
-    graph.replay()
-    assert_bits(y, want)
-
-
-@pytest.mark.gpu
-@dtypes
-def test_gradients_are_ours(dtype):
-    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 300, 3, 2, 512, 256, 16)
-    leaves = [t.requires_grad_() for t in (x, weight, a, b, bias)]
-    y = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias)
-    assert "grouped_lora" in type(y.grad_fn).__name__ or "Generated" in type(y.grad_fn).__name__
-    grad = torch.randn_like(y)
-    got = torch.autograd.grad(y, leaves, grad)
-    args = [t.detach().double() for t in (grad, x, weight, a, b)]
-    want = reference.linear_backward(*args, ids, scalings, bias.detach().double(), None, None, None, [True] * 5)
-    for mine, exact in zip(got, want):
-        assert mine.dtype == dtype and (mine.double() - exact).norm() <= 4e-3 * exact.norm()

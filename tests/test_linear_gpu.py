@@ -1,0 +1,153 @@
+"""`linear` on a GPU: exact at real sizes, a row's bits, zero adapters, cuBLAS's error, graphs, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DTYPES, assert_bits
+from linear_cases import WAYS, call, case, check, random_case
+
+from grouped_lora_ops import launch, launch_linear, reference
+from grouped_lora_ops.launch_linear import ROWS, linear_with
+from grouped_lora_ops.ops import common, prepared
+
+pytestmark = pytest.mark.gpu
+dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+@dtypes
+def test_exact_at_real_sizes(kernels, dtype):
+    for form, tokens, slots, rank, ranks in (
+        ("wo_a", 1, 8, 16, True),
+        ("wo_a", 8, 8, 64, True),
+        ("plain", 64, 64, 64, True),
+        ("wo_a", 64, 1, 16, False),
+        ("wo_a", 100, 3, 64, True),
+        ("slices", 1024, 8, 16, True),
+        ("plain", 1000, 3, 200, True),
+        ("wo_a", 4000, 1, 64, True),
+        ("shared input", 4000, 4, 64, False),
+        ("wo_a", 8192, 8, 64, True),
+    ):
+        c, weight, bias = case(
+            form, dtype, tokens=tokens, slots=slots, groups=4, features=1024, out=512, rank=rank, ranks=ranks,
+            sizes=[512, 128, 128], device="cuda",
+        )  # fmt: skip
+        check(kernels, c, weight, bias, f"{form} {tokens} {slots} {rank}")
+
+
+@dtypes
+@pytest.mark.parametrize("rank", [16, 64, 200])
+@pytest.mark.parametrize("slots", [1, 5])
+def test_a_rows_bits_are_its_own(dtype, rank, slots):
+    """Alone, in T = 7 … 5000, from a plan, in another order, beside others: the same bits, of y and of dx."""
+    linear = torch.ops.grouped_lora.linear
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 5000, slots, 4, 2048, 512, rank)
+    ranks = torch.tensor([rank, rank, rank // 2, 3, rank], dtype=torch.int32, device="cuda")[:slots]
+    grad = torch.randn_like(x[..., :512])
+
+    def run(rows, ids, plan=None):
+        leaf = x[rows].requires_grad_()
+        y = linear(leaf, weight, a, b, ids, scalings, bias, None, ranks, plan)
+        return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
+
+    batch = run(slice(None), ids)
+    plan = torch.ops.grouped_lora.plan(ids, slots)
+    order = torch.randperm(5000, device="cuda")
+    others = torch.where(torch.arange(5000, device="cuda") % 7 == 0, ids, -1)
+    parts = [slice(1, 2), slice(299, 300), slice(0, 7), slice(0, 20), slice(0, 64), slice(0, 65), slice(9, 300), slice(1, 1025)]
+    for got, want in zip(run(slice(None), ids, plan), batch):
+        assert_bits(got, want, "with a plan")
+    for rows in [*parts, order]:
+        for got, want in zip(run(rows, ids[rows]), batch):
+            assert_bits(got, want[rows], f"rows {rows}")
+    for got, want in zip(run(slice(None), others), batch):
+        assert_bits(got[::7], want[::7], "with other neighbours")
+    parent = linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias)
+    assert_bits(batch[0][ids < 0], parent[ids < 0], "without an adapter")
+    for rows in (slice(0, 5), slice(0, 64), slice(0, 200), slice(None)):
+        zero = linear(x[rows], weight, a, b * 0, ids[rows], scalings, bias, None, ranks)
+        assert_bits(zero, parent[rows], f"zero adapters, rows {rows}")
+
+
+@dtypes
+def test_every_choice_gives_the_same_bits(dtype, monkeypatch):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 300, 3, 2, 1000, 500, 48)
+    want = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias)
+    choices = {
+        **WAYS,
+        "tall": lambda p: linear_with(p, launch.PLAN, 128, block_n=128, num_warps=8, num_stages=3),
+        "tall rows": lambda p: linear_with(p, ROWS, 128, block_n=64, block_k=128, num_warps=8, num_stages=2),
+        "stream": lambda p: linear_with(p, ROWS, 16, block_n=32, block_k=256, num_stages=5, prefetch=True),
+    }
+    for name, choose in choices.items():
+        monkeypatch.setattr(launch_linear, "linear", lambda p, *_, choose=choose: choose(p))
+        common.configured.cache_clear()
+        prepared.forget()
+        assert_bits(torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias), want, name)
+
+
+@dtypes
+@pytest.mark.parametrize("tokens", [8, 64, 1000])
+def test_no_further_from_float64_than_cublas(dtype, tokens):
+    x, weight, a, b, ids, scalings, _ = random_case("cuda", dtype, tokens, 3, 2, 4096, 512, 16)
+    exact = reference.linear(*[t.double() for t in (x, weight, a, b)], ids, scalings)
+    base = torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1)
+    both = torch.ops.grouped_lora.delta(x, a, b, ids, scalings, base)
+    got = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings)
+    error, other = ((t.double() - exact).abs() for t in (got, both))
+    slack = 1.0 if dtype != torch.float32 else 2.0  # cuBLAS may sum in several chains
+    assert error.mean() <= slack * other.mean() and error.max() <= max(1.1, slack) * other.max()
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 100, 300, 2000])
+def test_replays_follow_ids_weights_and_scalings(tokens):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", torch.bfloat16, tokens, 6, 4, 1024, 256, 16)
+    ranks = torch.tensor([16, 3, 8, 16, 1, 12], dtype=torch.int32, device="cuda")
+
+    def step():
+        return torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias, None, ranks)
+
+    mixed = ids.clone()
+    ids.zero_()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for other in (mixed, mixed.flip(0), torch.full_like(mixed, -1), torch.full_like(mixed, 5)):
+        ids.copy_(other)
+        a.mul_(1.25)
+        b.neg_()
+        scalings.add_(0.125)
+        ranks.copy_(ranks.roll(1))
+        for _ in range(20):
+            graph.replay()
+        assert_bits(y.clone(), step())
+
+
+def test_a_first_call_inside_a_capture_names_its_op():
+    c, weight, _ = case("plain", tokens=9, features=456, out=104, rank=6, device="cuda", poison=False)
+    with pytest.raises(RuntimeError, match=r"^grouped_lora\.linear: .*warmup"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            call((c.x, weight, c.a, c.b, None), c)
+    torch.cuda.synchronize()
+    want = call((c.x, weight, c.a, c.b, None), c)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call((c.x, weight, c.a, c.b, None), c)
+    graph.replay()
+    assert_bits(y, want)
+
+
+@dtypes
+def test_gradients_are_ours(dtype):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", dtype, 300, 3, 2, 512, 256, 16)
+    leaves = [t.requires_grad_() for t in (x, weight, a, b, bias)]
+    y = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias)
+    assert "grouped_lora" in type(y.grad_fn).__name__ or "Generated" in type(y.grad_fn).__name__
+    grad = torch.randn_like(y)
+    got = torch.autograd.grad(y, leaves, grad)
+    args = [t.detach().double() for t in (grad, x, weight, a, b)]
+    want = reference.linear_backward(*args, ids, scalings, bias.detach().double(), None, None, None, [True] * 5)
+    for mine, exact in zip(got, want):
+        assert mine.dtype == dtype and (mine.double() - exact).norm() <= 4e-3 * exact.norm()
