@@ -11,13 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fake_gpu
 import pytest
 import torch
 from cases import assert_equal
+from test_cuda import House
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import cuda, driver, launch, launch_experts, reference
-from grouped_lora_ops.ops import plan_cuda
+from grouped_lora_ops.ops import plan_cuda, prepared
 
 dense_op, expert_op = (importlib.import_module(f"grouped_lora_ops.ops.{stem}") for stem in ("plan", "expert_plan"))
 ROOT = Path(__file__).parents[1]
@@ -169,6 +171,47 @@ def test_strides_on_the_cpu(on_cpu):
     on_cpu.experts(draw((8, 60), 5).t()[:, ::2], draw((60, 3), 2, dtype=torch.int64)[:, 2], 5, 2)
     on_cpu.experts(draw((40, 1), 5).expand(40, 4), draw((1,), 2).expand(40), 5, 2)
     on_cpu.experts(draw((9, 2, 8), 5, dtype=torch.int64)[:, 1, 1::2], draw((9,), 2), 5, 2, launch.plan_pairs_with("sm_90", 36, 5, 2, 2))
+
+
+@pytest.mark.parametrize("way", ["C", "ctypes"])
+def test_repeated_calls_on_the_cpu(library, tmp_path, monkeypatch, way):
+    """Through the launcher: attributes, shared memory, and in a repetition the pointers of other ids and of a new plan."""
+    if way == "C" and driver._launcher is None:
+        pytest.skip("csrc/launcher.c was not built")
+    house, names = House(tmp_path, monkeypatch), {0xF1: "plan", 0xF2: "plan_pairs"}
+    (house.csrc / "plan.cu").write_text("")
+    gpu = fake_gpu.install(monkeypatch, way)
+    house.driver.cuLaunchKernelEx = gpu.cuLaunchKernelEx
+    handles = {name.encode(): handle for handle, name in names.items()}
+    house.driver.cuModuleGetFunction = lambda out, module, name: setattr(out._obj, "value", handles[name]) or 0
+    monkeypatch.setattr(driver, "library", lambda: house.driver)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def compute(seen, parameters):
+        getattr(library, f"run_{names[seen.function]}")(ctypes.c_void_p(parameters[0]), seen.grid[0], seen.shared, 1)
+
+    gpu.run_kernel, made, module = compute, [], cuda.module
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: module(op, stem, 0))  # the ids lie on the CPU
+
+    @prepared.prepared
+    def op(ids, adapters, experts, slots):
+        made.append(ids)
+        routes = ids.shape[0] * ids.shape[1]
+        out = driver.empty((launch_experts.plan_size(routes, experts, slots),), torch.int32, ids.device)
+        config = launch.plan_cuda("sm_90", routes, experts, slots, True)
+        sizes = [f(routes, experts, slots) for f in (launch_experts.plan_rows, launch_experts.plan_room)]
+        assert plan_cuda.make("expert_plan", ids, adapters, experts, slots, out, config, *sizes)
+        return out
+
+    for experts, slots, cluster, kernel in ((7, 3, {}, 0xF1), (12, 2, {4: (2, 1, 1)}, 0xF1), (64, 64, {4: (2, 1, 1)}, 0xF2)):
+        tokens = 300 if cluster else 100
+        for seed in range(3):
+            ids, adapters = draw((tokens, 2), experts, seed), draw((tokens,), slots, seed)
+            assert_equal(op(ids, adapters, experts, slots), reference.expert_plan(ids, adapters, experts, slots))
+            seen = gpu.launches[-1]
+            assert (seen.function, seen.block, seen.attributes) == (kernel, (512, 1, 1), {**cluster, 6: (1, 0, 0)})
+    assert len(made) == 3, "each signature goes the ordinary way once"
+    assert house.driver.attributes == [(handle, *what) for handle in names for what in ((8, 227 << 10), (14, 1))]
 
 
 # --- the choice ---
