@@ -9,6 +9,9 @@
 // slot, the last one that of rows without an adapter (experts = L, slots = 0, no adapters, K = 1).
 // `plan_pairs`: for more (expert, slot) pairs than can be counted; sorts by slot, in shared memory, then by expert, and
 // finds the tiles where the sorted pairs change.
+//
+// With programmatic dependent launch the blocks start before the kernel ahead has ended and wait for it before they read
+// an id or write. They let nothing start early themselves: what follows a plan reads it at once.
 #include "tile.cuh"
 
 static constexpr u32 THREADS = 512, WARPS = 16;
@@ -256,7 +259,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(const __grid_constant
 #if CLUSTERS
     u32 *const gathered = (u32 *)(barriers + 2);  // [size] the items of the block's run of places
     const u32 sorted = s.arrived + 8;
-    if (p.flags & OVERLAP) let_consumer_start();
     if (p.blocks > 1) {
         if (s.t == 0) {
             barrier_init(s.arrived, 1);
@@ -345,7 +347,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_pairs(const __grid_co
     s.buckets = p.experts + 1, s.width = experts8, s.parts = parts2, s.arrived = arrived2;
     Sort by_expert = s;
     s.buckets = p.slots + 1, s.width = slots8, s.parts = parts, s.arrived = arrived;
-    if (p.flags & OVERLAP) let_consumer_start();
     if (s.t == 0) {
 #pragma unroll
         for (u32 i = 0; i < 6; ++i) barrier_init(arrived + i * 8, 1);
