@@ -310,10 +310,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         if (!single && t < height) s.active[t] = true;
         if (single && !loaded && t < height) s.active[t] = t < count && slot_of(p, blockIdx.y * height + t) == 0;
 #if CLUSTERS
-        // Few numbers travel fastest one by one, many by the copy engine.
-        const bool bulk = (count << p.merged) * RL > 128;
-        const u32 sent_rows = p.merged ? BM : count;
-        if (t == 0) barrier_expect(arrived, p.parts * 4 * (bulk ? RS * sent_rows * RL : (count << p.merged) * rank16));
+        if (t == 0) barrier_expect(arrived, p.parts * (count << p.merged) * rank16 * 4);
 #endif
 
         // A chunk of h (without clusters: all of them in turn): a warp a piece of 128 columns and half of r.
@@ -384,10 +381,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                 constexpr u32 QUADS = RL / 4; // four columns a thread
 #if CLUSTERS
                 if (last) cluster_wait(); // all blocks of the cluster have set up their barriers
-                const bool one_by_one = last && !bulk;
                 const u32 whom = t % CS, barrier = remote(arrived, whom),
                           parts_at = remote(shared_address(&s.parts[chunk][me / PARTS][0][0]), whom);
-                const u32 first = one_by_one ? t / CS : t, step = one_by_one ? THREADS / CS : THREADS;
+                const u32 first = last ? t / CS : t, step = last ? THREADS / CS : THREADS; // every number goes to every block
 #else
                 const u32 first = t, step = THREADS;
 #endif
@@ -405,7 +401,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                             v.x += w.x, v.y += w.y, v.z += w.z, v.w += w.w;
                         }
 #if CLUSTERS
-                    if (one_by_one)
+                    if (last)
                         send16(parts_at + (row * RL + c) * 4, v, barrier);
                     else
                         *(float4 *)&s.running[row][c] = v;
@@ -413,13 +409,6 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                     *(float4 *)(last ? &s.parts[chunk][0][row][c] : &s.running[row][c]) = v;
 #endif
                 }
-#if CLUSTERS
-                if (last && bulk) {
-                    bulk_fence();
-                    __syncthreads();
-                    if (t < CS) send_bulk(parts_at, shared_address(s.running), sent_rows * RL * 4, barrier);
-                }
-#endif
                 if (!last) {
                     __syncthreads();
                     if (STAGES == 1) load_stage(round + 1);
@@ -439,7 +428,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #if CLUSTERS
         if (k_size == 0) __syncthreads(); // else done above
         barrier_wait(arrived, 0);
-        cluster_arrive(); // what was sent here has been read where it came from
+        cluster_arrive(); // no block leaves before all have what the others sent
 #endif
 
         // h: the sum of its parts, split into high and low.

@@ -95,13 +95,6 @@ __device__ __forceinline__ void send16(u32 to, float4 v, u32 barrier) {
                  "f"(v.z), "f"(v.w), "r"(barrier)
                  : "memory");
 }
-// The same for a run of 16-byte pieces, by the copy engine; what ordinary stores wrote must be fenced (bulk_fence) first.
-__device__ __forceinline__ void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void send_bulk(u32 to, u32 from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
-                 "r"(bytes), "r"(barrier)
-                 : "memory");
-}
 // Programmatic dependent launch: wait for the kernel before; returns at once where this launch does not overlap it.
 __device__ __forceinline__ void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_consumer_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

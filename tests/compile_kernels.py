@@ -36,6 +36,7 @@ POINTERS = {
 UNALIGNED = ("ids", "plan", "ranks", "scalings", "counts")  # the kernels do not specialise on their alignment
 # dtype, T, L, r, ranks given, out_sizes: decode, scan, plan, one adapter, prefill
 CASES = [
+    (torch.bfloat16, 8, 1, 64, True, None),
     (torch.bfloat16, 1, 8, 16, True, None),
     (torch.bfloat16, 256, 1, 64, False, None),
     (torch.bfloat16, 8192, 1, 64, True, None),
@@ -49,7 +50,7 @@ CASES = [
     (torch.float16, 4096, 8, 64, True, None),
     (torch.float32, 4096, 2, 64, True, None),
 ]
-QUICK = 5  # so many of them
+QUICK = 6  # so many of them
 jobs: dict = {}
 
 

@@ -26,12 +26,9 @@ def delta_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
     X_VEC: tl.constexpr, X_UNIT: tl.constexpr, A_UNIT: tl.constexpr,
     B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Axes as in `shrink_kernel` and `expand_kernel`; a has x's vector width; r ≤ BLOCK_R."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     group = tl.program_id(1)
     slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M, BLOCK_T, BLOCK_L)
@@ -164,9 +161,8 @@ def delta(
         (
             slices, copy, config.mode, config.block_m, config.block_n, config.block_k, config.rank_block,
             config.chunk, config.chunks, config.block_t, config.block_l, x_vec, x_unit, a_unit, b_vec, b_unit,
-            o_vec, o_unit, features % config.block_k == 0, config.precision, config.n_stages, config.pdl,
+            o_vec, o_unit, features % config.block_k == 0, config.precision, config.n_stages,
         ),
         config.num_warps,
         config.num_stages,
-        config.pdl,
     )  # fmt: skip

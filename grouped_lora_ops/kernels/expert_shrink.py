@@ -182,5 +182,5 @@ def shrink(
         ),
         config.num_warps,
         config.num_stages,
-        config.pdl,
+        config.early,
     )  # fmt: skip

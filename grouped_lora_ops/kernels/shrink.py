@@ -21,8 +21,9 @@ def shrink_rows(
     """Sum of chunks first … last−1 of x Aᵀ for one tile, in an order that D alone fixes.
 
     Pieces of 128 columns are summed from zero upwards; pieces are added in order to their chunk's sum, chunks in order
-    to the total (ONE: there is one chunk, and no such sum to hold in registers). That makes a row's bits the same in every tile height, split or fused, and in csrc/delta.cu, which
-    gives a warp a piece (one chain of products down a whole chunk would take it 0.6 µs).
+    to the total (ONE: there is one chunk, and no such sum to hold in registers). That makes a row's bits the same in
+    every tile height, split or fused, and in csrc/delta.cu, which gives a warp a piece (one chain of products down a
+    whole chunk would take it 0.6 µs).
     """
     k = tl.arange(0, BLOCK_K)
     r = r0 + tl.arange(0, BLOCK_R)
@@ -53,12 +54,15 @@ def shrink_rows(
                 part = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         x_ptrs += BLOCK_K * x_d
         a_ptrs += BLOCK_K * a_d
-    if end % PIECE_STEPS != 0:
-        part = tl.fma(acc, 1.0, part)
     if ONE:
-        return part
-    else:
-        return total + part  # a last chunk that D cuts short, else zeros
+        if end % PIECE_STEPS != 0:
+            part = tl.fma(acc, 1.0, part)
+        total = part
+    elif end % STEPS != 0:
+        if end % PIECE_STEPS != 0:
+            part = tl.fma(acc, 1.0, part)
+        total += part
+    return total
 
 
 @triton.jit(do_not_specialize=_SIZES + ("x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d", "h_c", "h_t", "h_g"),
@@ -191,5 +195,5 @@ def shrink(
         ),
         config.num_warps,
         config.num_stages,
-        config.pdl,
+        config.early,
     )  # fmt: skip
