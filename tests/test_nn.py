@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from toy_model import CONFIG, Toy, merged
 
 from grouped_lora_ops import layouts
 from grouped_lora_ops import nn as gnn
-from grouped_lora_ops.adapters import AdapterBank, plan_bank
+from grouped_lora_ops.adapters import AdapterBank, plan_bank, read_adapter
 
 LAYOUT = layouts.of(CONFIG)
 
@@ -335,6 +337,22 @@ def test_the_meta_device():
     assert attached.factors[0].a[0].any() and not attached.factors[0].b[0].any()
     model(inputs()).sum().backward()
     assert all(p.grad is not None for p in attached.parameters())
+
+
+def test_what_the_readme_shows(tmp_path):
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n([^`]*nn\.attach_bank[^`]*)```", readme)
+    model, bank = Toy(), AdapterBank(plan_bank(LAYOUT, slots=2, rank=4, dtype=torch.float32))
+    bank.load("first", random_adapter(LAYOUT, scaling=0.2))
+    x = inputs(2)
+    plain, before = model(x), list(model.state_dict())
+    names = dict(torch=torch, model=model, bank=bank, x=x, layout=LAYOUT, batches=[x] * 3, new_path=tmp_path / "new")
+    exec(block, names)
+    assert torch.equal(names["y"][1], plain[1]) and not torch.allclose(names["y"][0], plain[0], atol=1e-2)
+    read = read_adapter(tmp_path / "new", LAYOUT)
+    assert list(read.modules) == [p.path for p in LAYOUT.places()] and read.rank == 8
+    names["attached"].detach()
+    assert list(model.state_dict()) == before and torch.equal(model(x), plain)
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------------
