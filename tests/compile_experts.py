@@ -23,7 +23,7 @@ KERNELS = (*EXPERT, "shrink", "expand", "plan", "wgrad")
 # T, E, L, r, H, I, dtype
 CASES = [
     (8, 128, 1, 32, 2048, 768, torch.bfloat16),
-    (1280, 128, 1, 32, 2048, 768, torch.bfloat16),
+    (1500, 128, 1, 32, 2048, 768, torch.bfloat16),
     (4096, 128, 1, 32, 2048, 768, torch.bfloat16),
     (64, 128, 4, 32, 2048, 768, torch.bfloat16),
     (4096, 128, 4, 64, 2048, 768, torch.float16),
