@@ -187,7 +187,7 @@ def test_exact_at_real_sizes(kernels, dtype):
     for form, tokens, slots, rank in (("wo_a", 2000, 8, 16), ("wo_a", 1000, 1, 64), ("slices", 700, 3, 200)):
         if dtype != torch.bfloat16 and tokens != 1000:
             continue
-        tokens = 200 if dtype == torch.float16 else tokens  # sums of more leave the range in which fp16's h is exact
+        tokens = 40 if dtype == torch.float16 else tokens  # sums of more than 100 leave the range in which fp16's h is exact
         c = build(
             form, dtype, tokens=tokens, slots=slots, groups=4, features=1024, out=512, rank=rank, ranks=True,
             sizes=[512, 128, 128], device="cuda",
