@@ -27,6 +27,7 @@ FAMILIES = (
     ("shrink", "", "`shrink` alone"),
     ("expand", "", "`expand_` alone"),
     ("plan", "", "`plan`, once per batch"),
+    ("expert_delta", "", "`expert_delta`: per-expert A and B, top-8 of uniform routing, a plan of its own in every call"),
     ("train", "", "Forward and backward"),
 )
 
@@ -85,11 +86,12 @@ def caption(rows: dict[str, dict[str, dict]]) -> str:
         for row in found.values():
             run = row["run"]
             runs[run["date"], run["commit"]] = run
-    parts = []
+    parts, notes = [], []
     for (date, commit), run in sorted(runs.items()):
+        notes += [run["note"]] if run.get("note") else []
         named = ", ".join(f"{name} {version}" for name, version in sorted(run["versions"].items()))
         parts.append(f"{date[:10]} at {commit} ({named})")
-    return "Measured " + "; ".join(parts) + "."
+    return " ".join(["Measured " + "; ".join(parts) + ".", *dict.fromkeys(notes)])
 
 
 def render(runs: list[dict]) -> str:
