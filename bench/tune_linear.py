@@ -15,7 +15,7 @@ import torch
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import launch, launch_linear
-from grouped_lora_ops.launch_linear import ROWS, linear_with
+from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED, linear_with
 from grouped_lora_ops.ops import common, prepared
 
 from . import linear_workloads as workloads
@@ -24,6 +24,7 @@ from .bench_linear import base, exact, ours
 from .workloads import shared_inputs
 
 DEFAULT = launch_linear.linear
+NAMES = {ROWS: "rows", SORTED: "sorted", launch.PLAN: "plan", launch.SCAN: "scan", launch.SINGLE: "single"}
 TILE = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 
 
@@ -36,7 +37,7 @@ def candidates(p: launch.Problem) -> dict[str, launch_linear.LinearConfig]:
     found = {"default": DEFAULT(p)}
 
     def add(mode, tile, **more):
-        label = " ".join([{ROWS: "rows", launch.PLAN: "plan", launch.SCAN: "scan"}[mode], str(tile), *map(str, more.items())])
+        label = " ".join([NAMES[mode], str(tile), *map(str, more.items())])
         chosen = dict(zip(TILE, tile))
         found[label] = linear_with(p, mode, chosen.pop("block_m"), **chosen, **more)
 
@@ -55,12 +56,12 @@ def candidates(p: launch.Problem) -> dict[str, launch_linear.LinearConfig]:
         found["default, h whole"] = replace(default, shrink=replace(launch.shrink(p), pdl=default.pdl))
         return found
     by_slot = launch.PLAN if p.tokens > launch.SCAN_TOKENS else launch.SCAN
-    for mode in (ROWS, by_slot) if p.slots > 1 else (ROWS,):
+    for mode in (ROWS, SORTED, by_slot) if p.slots > 1 else (ROWS, launch.SINGLE):
         for group in (4, 8, 16):
             add(mode, (128, 128, 64, 8, 4), tile_group=group)
         for tile in ((64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (128, 128, 64, 4, 4), (128, 128, 64, 8, 3), (64, 256, 64, 4, 4)):
             add(mode, tile)
-        if mode != ROWS:
+        if mode not in MIXED:
             for group in (1, 2, 4, 8, 16):
                 add(mode, (128, 256, 64, 8, 3), tile_group=group)
             for tile in ((64, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 256, 64, 8, 4), (128, 256, 32, 8, 5)):

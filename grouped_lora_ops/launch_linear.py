@@ -11,6 +11,8 @@ from . import launch
 from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, power_of_2, precision, tile_count
 
 ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
+SORTED = 4  # the same for the rows in the plan's order
+MIXED = (ROWS, SORTED)
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
 KB = 1024
 
@@ -47,11 +49,11 @@ def shared_memory(arch: str) -> int:
 
 def linear_with(p: Problem, mode: int, block_m: int, **changes) -> LinearConfig:
     """A configuration by its tile; stages, then columns of D a step, become fewer until it fits into shared memory."""
-    block_t, block_l = (16, 16) if mode == ROWS else launch._blocks(mode, p.tokens, p.slots)
+    block_t, block_l = (16, 16) if mode in MIXED else launch._blocks(mode, p.tokens, p.slots)
     chosen = dict(
         shrink=_shrink(p),
         mode=mode,
-        tiles=cdiv(p.tokens, block_m) if mode == ROWS else tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
+        tiles=cdiv(p.tokens, block_m) if mode in MIXED else tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
         block_n=64,
         block_k=64,
@@ -108,10 +110,9 @@ def _stream(p: Problem) -> LinearConfig:
 
 
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
-    """A few rows: a stream of W. Else tiles for the matrix units, of rows as they come or sorted by slot, whichever adds
-    less: a tile of rows as they come multiplies by every adapter in it (high and low half of h), a slot's last tile is
-    half empty. Two accumulators of 128 × 256 spill, so blocks are narrower where a tile needs them (ROWS with LoRA; fp16,
-    whose h is scaled by row), and where W's and B's rows run along y (transposed: the gradient of x).
+    """A few rows: a stream of W. Else tiles for the matrix units, of rows that may have different adapters or of one slot
+    each, whichever adds less. Two accumulators of 128 × 256 spill, so blocks are narrower where a tile needs them (MIXED
+    with LoRA; fp16, whose h is scaled by row), and where W's and B's rows run along y (transposed: the gradient of x).
     """
     lora = p.rank > 0 and p.slots > 0
     if p.tokens <= STREAM_TOKENS:
@@ -125,11 +126,12 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
         mode, fill = _rows_or_slots(p, block_m)
     while block_m > 64 and (p.tokens * fill < block_m or _programs(p, block_m, 256) < 0.7 * p.sms):
         block_m //= 2
-    one = not lora or (mode != ROWS and not fp16)
+    one = not lora or (mode not in MIXED and not fp16)
     wide = one and not transposed and has_pdl(p.arch) and shared_memory(p.arch) > 200 * KB and _programs(p, block_m, 256) >= 0.7 * p.sms
-    warps = 8 if wide or block_m == 128 or mode == ROWS else 4
+    warps = 8 if wide or block_m == 128 or mode in MIXED else 4
+    block_n = 256 if wide else 128 if _programs(p, block_m, 128) >= 0.7 * p.sms else 64
     return linear_with(
-        p, mode, block_m, block_n=256 if wide else 128, block_k=64, num_warps=warps, num_stages=3 if wide else 4
+        p, mode, block_m, block_n=block_n, block_k=64, num_warps=warps, num_stages=3 if wide else 4
     )
 
 
@@ -138,10 +140,14 @@ def _programs(p: Problem, block_m: int, block_n: int) -> int:
 
 
 def _rows_or_slots(p: Problem, block_m: int) -> tuple[int, float]:
-    """(mode, the part of the rows that a tile's height must suit)."""
+    """(mode, the part of the rows that a tile's height must suit), by what each adds to the base's work.
+
+    Rows: the products with a tile's adapters (high and low half of h), and narrower blocks, 8 %. Slots: half a tile each.
+    """
     present = min(p.slots, p.tokens)
-    by_rows = 2 * max(16, p.rank) * min(present, block_m) / max(p.in_features, 1)
-    by_slots = 0.5 * present * block_m / p.tokens
-    if by_rows <= by_slots:
-        return ROWS, 1.0
-    return (SCAN if p.tokens <= launch.SCAN_TOKENS else PLAN), 1 / present
+    in_plan_order = p.tokens > launch.SCAN_TOKENS
+    adapters = min(present, block_m, 1 + present * block_m / p.tokens if in_plan_order else block_m)
+    by_rows = 0.08 + 2 * max(16, p.rank) * adapters / max(p.in_features, 1)
+    if by_rows <= 0.5 * present * block_m / p.tokens:
+        return (SORTED if in_plan_order else ROWS), 1.0
+    return (PLAN if in_plan_order else SCAN), 1 / present

@@ -15,12 +15,13 @@ from compile_kernels import compiled, jobs, record
 
 from grouped_lora_ops.ops import common
 
-# dtype, T, L, r, ranks given, out_sizes: streams, rows as they come, sorted by slot, one slot
+# dtype, T, L, r, ranks given, out_sizes: streams, rows as they come or in the plan's order, tiles of a slot, one slot
 CASES = [
     (torch.bfloat16, 8, 8, 16, True, None),
     (torch.bfloat16, 8192, 8, 64, True, None),
     (torch.bfloat16, 64, 8, 64, True, None),
-    (torch.bfloat16, 1024, 8, 16, False, None),
+    (torch.bfloat16, 1024, 8, 64, False, None),
+    (torch.bfloat16, 100, 8, 16, True, None),
     (torch.bfloat16, 8192, 1, 64, True, None),
     (torch.bfloat16, 1024, 64, 16, True, [2048, 256, 256]),
     (torch.float16, 1024, 8, 16, True, None),

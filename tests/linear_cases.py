@@ -6,13 +6,14 @@ import torch
 from cases import assert_equal, build, rounded
 
 from grouped_lora_ops import launch, reference
-from grouped_lora_ops.launch_linear import ROWS, linear_with
+from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with
 
 # How rows are tiled: as they come (in one tile or several), or sorted by slot, by a scan of the ids or from a plan.
 WAYS = {
     "rows": lambda p: linear_with(p, ROWS, 64, block_n=32),
     "short rows": lambda p: linear_with(p, ROWS, 16, block_n=64, block_k=128, tile_group=2),
     "slots": lambda p: linear_with(p, launch.row_mode(p.tokens, p.slots), 16, block_n=32, tile_group=1),
+    "sorted": lambda p: linear_with(p, SORTED, 16, block_n=64),
     "plan": lambda p: linear_with(p, launch.SINGLE if p.slots == 1 else launch.PLAN, 32),
 }
 

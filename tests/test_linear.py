@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import random
@@ -19,13 +20,13 @@ from cases import DTYPES, FORMS, NAN, assert_bits, assert_equal, place
 from linear_cases import WAYS, arguments, call, case, check, leaves_of, random_case, want_grads, want_linear
 
 from grouped_lora_ops import launch, launch_linear, reference
-from grouped_lora_ops.launch_linear import ROWS, linear_with
+from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED, linear_with
 from grouped_lora_ops.ops import common, prepared
 
 ROOT = Path(__file__).parents[1]
 thorough = pytest.mark.thorough
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-SLOTS_TOO = pytest.mark.parametrize("way", ["short rows", "slots", "plan"])
+SLOTS_TOO = pytest.mark.parametrize("way", ["short rows", "sorted", "slots", "plan"])
 
 
 @pytest.fixture
@@ -191,9 +192,9 @@ def test_ids_out_of_range_count_as_none(kernels, way_of, way):
 
 def test_a_plan_that_is_not_one_never_leads_out_of_bounds(kernels, way_of):
     """The result is unspecified; no address outside the operands is touched (the interpreter would fail)."""
-    way_of("plan")
     c, weight, _ = case("plain", tokens=20, features=64, ids=[0, 1] * 10, device=kernels.device)
-    for wrong in (2**31 - 1, -(2**31), 1000, -7):
+    for way, wrong in itertools.product(("plan", "sorted"), (2**31 - 1, -(2**31), 1000, -7)):
+        way_of(way)
         plan = torch.full((20 + 3 + 2,), wrong, dtype=torch.int32, device=kernels.device)
         kernels.linear(*arguments(c, weight, plan=plan))
         plan[20:] = torch.tensor([0, 7, 20, 20, 20], dtype=torch.int32)
@@ -202,9 +203,9 @@ def test_a_plan_that_is_not_one_never_leads_out_of_bounds(kernels, way_of):
 
 @thorough
 def test_one_plan_serves_every_layout(kernels, way_of):
-    way_of("plan")
     plan = None
-    for form in ("plain", "wo_a", "slices"):
+    for form, way in (("plain", "plan"), ("wo_a", "sorted"), ("slices", "plan")):
+        way_of(way)
         c, weight, _ = case(form, tokens=20, features=40, ids=[2, 0, -1, 1, 2] * 4, device=kernels.device)
         plan = kernels.plan(c.ids, 3) if plan is None else plan
         assert_equal(kernels.linear(*arguments(c, weight, plan=plan)), want_linear(c, weight), form)
@@ -468,9 +469,10 @@ def test_every_problem_gets_a_configuration():
             assert c.rank_block == launch_linear.rank_block(max(p.rank, 1), p.itemsize)
             assert (c.shrink is None) == (0 in (p.rank, p.slots))
             assert c.mode != launch.SINGLE or p.slots == 1
-            assert c.mode in (ROWS, launch.SINGLE) or c.tiles == launch.tile_count(c.block_m, p.tokens, p.slots, False)
-            assert c.mode not in (ROWS, launch.SINGLE) or (c.tiles - 1) * c.block_m < p.tokens <= c.tiles * c.block_m
+            assert c.mode in (*MIXED, launch.SINGLE) or c.tiles == launch.tile_count(c.block_m, p.tokens, p.slots, False)
+            assert c.mode not in (*MIXED, launch.SINGLE) or (c.tiles - 1) * c.block_m < p.tokens <= c.tiles * c.block_m
             assert c.mode == ROWS or c.shrink is not None
+            assert c.mode != SORTED or p.tokens > launch.SCAN_TOKENS
 
 
 def test_a_weight_stream_keeps_the_memory_busy():

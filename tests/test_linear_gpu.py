@@ -8,7 +8,7 @@ from cases import DTYPES, assert_bits
 from linear_cases import WAYS, call, case, check, random_case
 
 from grouped_lora_ops import launch, launch_linear, reference
-from grouped_lora_ops.launch_linear import ROWS, linear_with
+from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with
 from grouped_lora_ops.ops import common, prepared
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +78,7 @@ def test_every_choice_gives_the_same_bits(dtype, monkeypatch):
         **WAYS,
         "tall": lambda p: linear_with(p, launch.PLAN, 128, block_n=128, num_warps=8, num_stages=3),
         "tall rows": lambda p: linear_with(p, ROWS, 128, block_n=64, block_k=128, num_warps=8, num_stages=2),
+        "tall sorted": lambda p: linear_with(p, SORTED, 128, block_n=128, num_warps=8),
         "stream": lambda p: linear_with(p, ROWS, 16, block_n=32, block_k=256, num_stages=5, prefetch=True),
     }
     for name, choose in choices.items():

@@ -25,6 +25,7 @@ from .tile import (
 )
 
 ROWS = tl.constexpr(3)  # tiles are runs of rows, whatever their adapters
+SORTED = tl.constexpr(4)  # … of the rows in the plan's order, so that few adapters meet in a tile
 
 
 @triton.jit
@@ -156,6 +157,13 @@ def linear_kernel(
         inside = rows < T
         active = inside
         slot = tile * 0
+    elif MODE == SORTED:
+        place = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = tl.load(plan + place, mask=place < T, other=-1)
+        inside = (rows >= 0) & (rows < T)
+        rows = tl.where(inside, rows, 0)
+        active = inside
+        slot = tile * 0
     else:
         slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M, BLOCK_T, BLOCK_L)
         if slot > L:
@@ -194,7 +202,8 @@ def linear_kernel(
         w_base += start_d * X_VEC * w_d
         D = size_d * X_VEC
     b_base = w_group * (b_g * B_VEC)
-    if h is not None and MODE == ROWS:
+    MIXED: tl.constexpr = MODE == ROWS or MODE == SORTED
+    if h is not None and MIXED:
         bucket, first, order, count = slots_of_rows(ids, rows, inside, ids_stride, L, BLOCK_M)
         if PREFETCH:
             b_rows = b + b_base + tl.where(n_in, n, n_start) * b_n
@@ -215,7 +224,7 @@ def linear_kernel(
         tl.extra.cuda.gdc_wait()
     if h is not None:
         h_base = group * (h_g * H_VEC)
-        if MODE == ROWS:
+        if MIXED:
             for s in range(H_GROUPS):
                 acc = mixed_rows(
                     h, b, ranks, scalings, bucket, first, order, count, wide_rows, n, n_in, L, R, h_c, h_t,

@@ -68,7 +68,7 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     h = b = None
     if config.shrink is not None:
         modes = (config.mode, config.shrink.mode)
-        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN in modes)
+        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN in modes or launch_linear.SORTED in modes)
         h_groups = dims.groups if dims.h_grouped else 1
         chunks = config.shrink.chunks if config.shrink.split else 1
         h, b = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), common.grouped(lora_b, 4)
@@ -153,7 +153,8 @@ def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan)
     problem = common.problem(g, x.shape[0], out.shape[1], deep, out.shape[2], rank, slots)
     config = common.configured(launch_linear.linear, problem, True, x.dtype == torch.float16)
     b = None if v is None else common.grouped(lora_a, 4).transpose(2, 3)
-    plan = common.plan_for(adapter_ids, slots, plan, v is not None and config.mode == launch.PLAN)
+    planned = v is not None and config.mode in (launch.PLAN, launch_linear.SORTED)
+    plan = common.plan_for(adapter_ids, slots, plan, planned)
     kernels.linear(
         name, g, w, None if v is None else v[None], b, None, out, adapter_ids, plan, ranks, None, slots, None, d_sizes,
         x.dim() == 2, config,
