@@ -47,7 +47,7 @@ def output_projection(model, adapters, share, weight, x, base, ids, grad):
     other.backward(grad)
     assert torch.equal(other, y)
     order = slots[:-1]
-    return y, x_.grad, a_.grad[order], b_.grad[order].transpose(0, 1).transpose(0, 1)
+    return y, x_.grad, a_.grad[order], b_.grad[order]
 
 
 class ExpertLayer:

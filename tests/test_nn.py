@@ -350,7 +350,7 @@ def test_what_the_readme_shows(tmp_path):
     exec(block, names)
     assert torch.equal(names["y"][1], plain[1]) and not torch.allclose(names["y"][0], plain[0], atol=1e-2)
     read = read_adapter(tmp_path / "new", LAYOUT)
-    assert list(read.modules) == [p.path for p in LAYOUT.places()] and read.rank == 8
+    assert sorted(read.modules) == sorted(p.path for p in LAYOUT.places()) and read.rank == 8
     names["attached"].detach()
     assert list(model.state_dict()) == before and torch.equal(model(x), plain)
 
@@ -418,6 +418,34 @@ def test_a_captured_step_reads_the_fixed_ids():
     finally:
         gnn.linear.delta_ = run
     assert len(seen) == 2 and all(s is ids for s in seen) and not torch.equal(plain, adapted)
+
+
+def test_ids_inside_ids():
+    model, x = Toy(), inputs(2)
+    attached = gnn.attach_bank(model, bank_of(*(random_adapter(LAYOUT, scaling=0.2, seed=s) for s in range(2))))
+    fixed = attached.prepare(10, "cpu")
+    with torch.no_grad(), attached.using(["a0", None]) as outer:
+        want = model(x)
+        with attached.using(["a1"]) as inner:
+            assert not torch.equal(model(x), want) and fixed.tolist() == [inner["a1"]] * 10
+        assert torch.equal(model(x), want) and fixed.tolist() == [outer["a0"]] * 5 + [-1] * 5
+    assert fixed.tolist() == [-1] * 10 and not attached.routing.active
+
+
+def test_a_whole_graph_is_compiled_once():
+    """torch.compile: no break, and no recompile for other ids."""
+    model, x = Toy(), inputs()
+    attached = gnn.attach_bank(model, bank_of(random_adapter(LAYOUT, scaling=0.2)))
+    attached.prepare(15, "cpu")
+    torch._dynamo.reset()
+    compiled, results = torch.compile(model, fullgraph=True, backend="aot_eager"), []
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for names in (["a0"], ["a0", None, "a0"], [None], ["a0"] * 15):
+            with attached.using(names):
+                results.append(compiled(x))
+                torch.testing.assert_close(results[-1], model(x), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(results[0], results[1]) and torch.equal(results[0], results[3])
+    torch._dynamo.reset()
 
 
 @pytest.mark.gpu

@@ -348,6 +348,41 @@ def test_routes_of_other_ranks_are_left_out(experts, implementation):
 
 
 @pytest.mark.parametrize("experts", ["parent", "fused"])
+def test_training_under_autocast(experts):
+    """float32 weights and bfloat16 products: transformers' grouped_mm keeps float32, and so must what joins it."""
+    model, layout = model_of("qwen3_moe"), layout_of("qwen3_moe")
+    attached = gnn.attach_trainable(model, layout, rank=2, experts=experts, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for f in attached.factors:
+            f.b[0].normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
+    want = logits(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(IDS).logits
+    y.float().square().sum().backward()
+    assert (y.float() - want).abs().mean() < 0.05 * want.abs().mean()
+    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in attached.parameters())
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_many_routes_have_a_plan(implementation):
+    """From 129 routes on the deltas read a plan; the rows are those of the same tokens in smaller batches."""
+    layout, g = layout_of("gpt_oss"), torch.Generator().manual_seed(0)
+    selectors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapters = {k: random_adapter(layout, selectors, scaling=0.2, seed=s) for k, s in (("a", 0), ("b", 1))}
+    model = model_of("gpt_oss", implementation)
+    attached = gnn.attach_bank(model, bank_of(layout, adapters, selectors=selectors))
+    module, x = model.model.layers[0].mlp.experts, torch.randn(150, 32, generator=g)
+    ids, weights = torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(150)]), torch.rand(150, 2, generator=g)
+    names = [("a", None, "b")[t % 3] for t in range(150)]
+    with torch.no_grad(), attached.using(names):
+        whole = module(x, ids, weights)
+    for start in range(0, 150, 30):
+        part = slice(start, start + 30)
+        with torch.no_grad(), attached.using(names[part]):
+            torch.testing.assert_close(module(x[part], ids[part], weights[part]), whole[part], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("experts", ["parent", "fused"])
 def test_experts_of_an_idle_job_get_gradients_of_zeros(experts):
     model, layout = model_of("qwen3_moe"), layout_of("qwen3_moe")
     attached = gnn.attach_trainable(model, layout, rank=2, experts=experts, slots=2)
@@ -370,3 +405,58 @@ def test_generate_with_an_adapter_for_each_sequence():
         together = model.generate(IDS[:1].expand(3, -1), **options)
     assert [row.tolist() for row in together] == [alone[k][0].tolist() for k in ("b", None, "a")]
     assert len({tuple(row.tolist()) for row in together}) == 3
+
+
+@pytest.mark.parametrize("experts", ["parent", "fused"])
+def test_experts_on_the_meta_device(experts):
+    model, layout = transformers_model("gpt_oss", device="meta"), layout_of("gpt_oss")
+    attached = gnn.attach_trainable(model, layout, rank=2, experts=experts)
+    assert all(p.is_meta for p in attached.parameters()) and len(attached.experts) == 2
+    model.to_empty(device="cpu")
+    attached.reset_parameters()
+    assert all(f.a[0].device.type == "cpu" and not f.b[0].any() for f in attached.factors)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(names) == len(attached.parameters()) == 2 * len(attached.factors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["parent", "fused"])
+@pytest.mark.parametrize("tokens", [8, 300])
+def test_a_graph_of_the_experts_follows_ids_and_adapters(experts, tokens):
+    """On a GPU: a captured experts module, replayed with other ids, routes and adapters, equals the eager call bit for bit."""
+    layout, g = layout_of("qwen3_moe"), torch.Generator().manual_seed(0)
+    selectors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = model_of("qwen3_moe", dtype=torch.bfloat16).cuda()
+    bank = AdapterBank(plan_bank(layout, slots=2, rank=4, selectors=selectors, host_adapters=2), device="cuda")
+    for name, seed in (("a", 0), ("b", 1)):
+        bank.add(name, random_adapter(layout, selectors, scaling=0.2, seed=seed))
+    module = model.model.layers[1].mlp.experts
+    x = torch.randn(tokens, 32, generator=g).to("cuda", torch.bfloat16)
+    weights, ids = torch.rand(tokens, 2, generator=g).cuda(), torch.zeros(tokens, 2, dtype=torch.int64, device="cuda")
+
+    def route():
+        ids.copy_(torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(tokens)]))
+
+    route()
+    with torch.no_grad():
+        plain = module(x, ids, weights)
+        attached = gnn.attach_bank(model, bank, experts=experts)
+        attached.prepare(tokens, "cuda")
+        with attached.using(["a", None]):
+            module(x, ids, weights)  # kernels are compiled
+        if experts == "parent":
+            assert torch.equal(module(x, ids, weights), plain)  # the ops run, for nobody
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            module(x, ids, weights)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = module(x, ids, weights)
+        seen = []
+        for names in (["a", None], ["b"], [None], ["b", "a"]):
+            route()
+            with attached.using(names):
+                graph.replay()
+                assert torch.equal(y, module(x, ids, weights))
+            seen.append(y.clone())
+    assert all(not torch.equal(a, b) for n, a in enumerate(seen) for b in seen[:n])

@@ -48,16 +48,17 @@ class Attached:
 
     @contextlib.contextmanager
     def using(self, names: Sequence[str | None]) -> Iterator[dict[str, int]]:
-        """Hold adapters of the bank and give each sequence (or token; see `Routing`) its own. Afterwards none is in use."""
+        """Hold adapters of the bank and give each sequence (or token; see `Routing`) its own; afterwards ids are what they were."""
         if self.bank is None:
             raise RuntimeError(f"{_WHERE}.Attached: factors that are trained are in no bank; say the slots with routing.set.")
         with self.bank.using(names) as slots:
             self._check_scalings(slots)
+            before = self.routing.state
             try:
                 self.routing.set(self.bank.adapter_ids(names), active=any(n is not None for n in names))
                 yield slots
             finally:
-                self.routing.clear()
+                self.routing.state = before
 
     def _check_scalings(self, slots: dict[str, int]) -> None:
         """expert_mlp has one scaling for gate_up and down; read once for every content of a slot."""

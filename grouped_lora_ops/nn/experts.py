@@ -12,6 +12,7 @@ from ..layouts import ExpertStorage
 from ..ops import expert_delta, expert_mlp, expert_plan
 from ..reference.expert_activation import ACTIVATIONS, activate
 from .factors import BankFactors, LoraFactors
+from .linear import without_autocast
 from .routing import PLAN_ROWS, Routing
 
 NAME = "grouped_lora"  # in transformers' registry
@@ -104,7 +105,9 @@ class ExpertsLora:
                 return y
             a, b, scalings, ranks = factors.stacks(inputs)
             halves = y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if interleaved else y
-            y = expert_delta(inputs, a, b, routes, ids, scalings, base=halves.contiguous(), ranks=ranks, plan=plan)
+            with without_autocast(y.device):  # grouped_mm knows no autocast: its next operand must keep its dtype
+                inputs = inputs.to(y.dtype)
+                y = expert_delta(inputs, a, b, routes, ids, scalings, base=halves.contiguous(), ranks=ranks, plan=plan)
             return y.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if interleaved else y
 
         seen = []
@@ -153,7 +156,7 @@ class ExpertsLora:
             activation=self.activation,
             activation_limit=self.limit,
             router_weight=self.storage.router_weight,
-        )
+        ).to(x.dtype)
 
 
 class _Through:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +96,10 @@ class LoraLinear(nn.Module):
         if self.routing.idle(tokens, x.device, isinstance(self.factors, LoraFactors)):
             return y
         self._check_weight()
+        with without_autocast(x.device):
+            return self._add(x.to(y.dtype), y, lead, tokens)
+
+    def _add(self, x: Tensor, y: Tensor, lead: torch.Size, tokens: int) -> Tensor:
         ids, plan = self.routing.rows(tokens, x.device)
         rows, out = x.reshape(tokens, *x.shape[len(lead) :]), y.reshape(tokens, *y.shape[len(lead) :])
         a, b, scalings, ranks = self.factors.stacks(x)
@@ -109,13 +115,19 @@ class LoraLinear(nn.Module):
         return y
 
     def _check_weight(self) -> None:
-        weight = self._parameters.get("weight")
-        wrong = misfit(self.buffer, weight)
+        wrong = misfit(self.buffer, self._parameters.get("weight"))
         if wrong:
             raise RuntimeError(
                 f"{_WHERE}: {self.buffer.key}: an adapter is in use, but {wrong}: it was loaded for another layout. "
                 f"Run this layout without adapters, or attach a bank that is planned for it."
             )
+
+
+def without_autocast(device: torch.device):
+    """What the base computed decides the dtype of the delta, whether autocast reached the base or not."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def misfit(buffer: Buffer, weight: Tensor | None) -> str | None:

@@ -43,10 +43,21 @@ class Routing:
         """False where it is known, without asking a device, that no token has an adapter."""
         return self._active is not False
 
+    @property
+    def state(self) -> tuple[Tensor | None, bool | None]:
+        """The ids that were set and whether any is in use, to be set again later."""
+        return self._ids, self._active
+
+    @state.setter
+    def state(self, state: tuple[Tensor | None, bool | None]) -> None:
+        self._ids, self._active, self._latest = *state, {}
+        for key, (fixed, plan) in self._fixed.items():
+            self._fill(key[0], fixed, plan)
+
     def idle(self, tokens: int, device: torch.device, trained: bool) -> bool:
         """Nothing to add to a batch. Not where a graph may be captured, whose next replay has other ids; nor where factors
         are trained, which get gradients of zeros (a data-parallel reduction waits for them)."""
-        if self.active or (tokens, device) in self._fixed:
+        if (tokens, device) in self._fixed or self.active:  # in this order: a compiled graph then has no guard on the ids
             return False
         return not (trained and torch.is_grad_enabled())
 
@@ -71,9 +82,7 @@ class Routing:
             )
         elif ids.device.type == "cpu":
             active = bool((ids >= 0).any())
-        self._ids, self._active, self._latest = ids.to(torch.int32, copy=True), active, {}
-        for key, (fixed, plan) in self._fixed.items():
-            self._fill(key[0], fixed, plan)
+        self.state = ids.to(torch.int32, copy=True), active
 
     def clear(self) -> None:
         """No token has an adapter."""
@@ -85,13 +94,12 @@ class Routing:
         if (tokens, device) not in self._fixed:
             fixed = torch.full((tokens,), -1, dtype=torch.int32, device=device)
             plan = make_plan(fixed, self.num_slots) if tokens > PLAN_ROWS else None
-            if self._ids is not None:
-                self._fill(tokens, fixed, plan)
+            self._fill(tokens, fixed, plan)
             self._fixed[tokens, device] = fixed, plan
         return self._fixed[tokens, device][0]
 
     def _fill(self, tokens: int, fixed: Tensor, plan: Tensor | None) -> None:
-        given = len(self._ids)
+        given = 0 if self._ids is None else len(self._ids)
         if given and tokens % given == 0:
             fixed.view(given, -1).copy_(self._ids[:, None].expand(-1, tokens // given))
         else:
