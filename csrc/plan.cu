@@ -11,7 +11,7 @@
 // finds the tiles where the sorted pairs change.
 //
 // With programmatic dependent launch the blocks start before the kernel ahead has ended and wait for it before they read
-// an id or write. They let nothing start early themselves: what follows a plan reads it at once.
+// an id or write. Then they let the next kernel start, which must wait for them before it reads the plan.
 #include "tile.cuh"
 
 static constexpr u32 THREADS = 512, WARPS = 16;
@@ -39,7 +39,10 @@ __device__ __forceinline__ u32 divide(u32 n, u64 reciprocal) { return n * recipr
 // a predicate, not a branch, so that many loads are in flight.
 __device__ __forceinline__ u32 fresh(const u8 *from, bool there) {
     u32 v;
-    asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %2, 0;\nmov.u32 %0, 0;\n@there ld.relaxed.gpu.global.u32 %0, [%1];\n}" : "=&r"(v) : "l"(from), "r"((u32)there) : "memory");
+    asm volatile("{\n.reg .pred there;\nsetp.ne.u32 there, %2, 0;\nmov.u32 %0, 0;\n@there ld.relaxed.gpu.global.u32 %0, [%1];\n}"
+                 : "=&r"(v)
+                 : "l"(from), "r"((u32)there)
+                 : "memory");
     return v;
 }
 
@@ -220,7 +223,8 @@ struct Behind {
     int *ends, *count, *pairs, *starts;
     u32 thread, threads;
     __device__ __forceinline__ Behind(const Params &p)
-        : ends(p.plan + p.items), count(ends + p.experts), pairs(count + 1), starts(pairs + p.room), thread(blockIdx.x * THREADS + threadIdx.x), threads(p.blocks * THREADS) {}
+        : ends(p.plan + p.items), count(ends + p.experts), pairs(count + 1), starts(pairs + p.room),
+          thread(blockIdx.x * THREADS + threadIdx.x), threads(p.blocks * THREADS) {}
     // ends[i] = starts[first + i · step]
     __device__ __forceinline__ void positions(const u32 *starts, u32 first, u32 step, u32 n) const {
 #pragma unroll 1
@@ -273,7 +277,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan(const __grid_constant
 #endif
     s.clear();
 #if CLUSTERS
-    if (p.flags & OVERLAP) wait_for_producer();
+    if (p.flags & OVERLAP) {
+        wait_for_producer();
+        let_consumer_start();  // not before: what it reads before it waits for us is older than the kernel ahead of us
+    }
 #endif
     s.count<Route>(
         p.rounds, items, [&](Route &route, u32 item, bool there) { route.load(p, run + item, there); },
@@ -361,7 +368,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_pairs(const __grid_co
     __syncwarp();
     cluster_arrive();
     s.clear();
-    if (p.flags & OVERLAP) wait_for_producer();
+    if (p.flags & OVERLAP) {
+        wait_for_producer();
+        let_consumer_start();  // not before: what it reads before it waits for us is older than the kernel ahead of us
+    }
 
     // By slot.
     const u32 first = s.warp * p.rounds * 32 + s.lane;

@@ -192,3 +192,4 @@ inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
 }
 inline void send16(u32 to, float4 v, u32 barrier) { send(to, &v, 16, barrier); }
 inline void wait_for_producer() {}
+inline void let_consumer_start() {}

@@ -36,7 +36,7 @@ def translated() -> str:
     for pattern, by, times in (
         (r'#include "tile.cuh"', f'#include "{ROOT / "tests/cuda_on_cpu.h"}"', 1),
         (r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 2),
-        (r'asm volatile\("\{.*ld\.relaxed\.gpu\.global\.u32 .*', "v = there ? *(const u32 *)from : 0;", 1),
+        (r'asm volatile\("\{[^;]*there;[^:]*ld\.relaxed\.gpu\.global\.u32 [^:]*:[^:]*:[^:]*: "memory"\);', "v = there ? *(const u32 *)from : 0;", 1),
         (r'asm volatile\("st\.async\.[^;]*;".*', "send(to, &v, sizeof v, barrier);", 2),
     ):
         text, found = re.subn(pattern, by, text)
