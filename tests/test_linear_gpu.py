@@ -12,6 +12,7 @@ from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with
 from grouped_lora_ops.ops import common, prepared
 
 pytestmark = pytest.mark.gpu
+TAIL = (None, None, None, None, [True, False, False, False, False])  # no bias, sizes, ranks, plan; the gradient of x
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
@@ -152,3 +153,40 @@ def test_gradients_are_ours(dtype):
     want = reference.linear_backward(*args, ids, scalings, bias.detach().double(), None, None, None, [True] * 5)
     for mine, exact in zip(got, want):
         assert mine.dtype == dtype and (mine.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+def test_rows_beyond_2_to_the_31_elements():
+    """Row 2 of x, of W and of grad_y, and slot 2 of A and B, begin 2³¹ elements in."""
+    c, weight, bias = case("plain", tokens=3, features=256, out=256, ids=[2, 0, 2], device="cuda")
+    want = torch.ops.grouped_lora.linear(c.x, weight, c.a, c.b, c.ids, c.scalings, bias)
+    dx = torch.ops.grouped_lora.linear_backward(c.grad_y, c.x, weight, c.a, c.b, c.ids, c.scalings, *TAIL)[0]
+    for which in range(5):
+        operands = [c.x, weight, c.a, c.b, c.grad_y]
+        near = operands[which]
+        operands[which] = torch.empty_strided(near.shape, (2**30, *near.stride()[1:]), dtype=near.dtype, device="cuda").copy_(near)
+        x, w, a, b, grad_y = operands
+        assert_bits(torch.ops.grouped_lora.linear(x, w, a, b, c.ids, c.scalings, bias), want, str(which))
+        assert_bits(torch.ops.grouped_lora.linear_backward(grad_y, x, w, a, b, c.ids, c.scalings, *TAIL)[0], dx, str(which))
+        del operands, x, w, a, b, grad_y
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_another_gpu_than_the_current_one():
+    args = random_case("cuda:1", tokens=300)
+    here = [t.to("cuda:0") for t in args]
+    linear = torch.ops.grouped_lora.linear
+    for _ in range(2):
+        assert_bits(linear(*args).cpu(), linear(*here).cpu())
+
+
+def test_it_never_waits_for_the_device():
+    for tokens in (8, 100, 2000):
+        *args, bias = random_case("cuda", tokens=tokens, features=512)
+        leaves = [t.requires_grad_() for t in args[:4]]
+        torch.ops.grouped_lora.linear(*args, bias).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = torch.ops.grouped_lora.linear(*args, bias)
+            torch.autograd.grad(y.sum(), leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
