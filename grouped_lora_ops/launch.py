@@ -130,7 +130,6 @@ class PlanCudaConfig:
     kernel: str  # "plan" or "plan_pairs"
     blocks: int
     rounds: int
-    gather: bool  # items travel to the block that writes their places
     shared: int  # bytes
     most_shared: int  # … that a block of this GPU may have
     wide: bool  # clusters of 16 blocks, not 8
@@ -431,33 +430,28 @@ def _plan_cuda(arch: str, kernel: str, items: int, blocks: int, width: int, shar
     """shared: bytes beside those for items; None where that is more than there is."""
     wide = arch in ("sm_90", "sm_100")
     most, rounds = (227 if wide else 99) << 10, cdiv(items, blocks * PLAN_THREADS)
-    gather = kernel == "plan" and blocks > 1 and rounds > 1  # with one round the way over another block takes longer
-    shared += rounds * PLAN_THREADS * (20 if kernel == "plan_pairs" else 8 if gather else 4)
+    shared += rounds * PLAN_THREADS * (16 if kernel == "plan_pairs" else 4)
     if shared > most or rounds > PLAN_ROUNDS or width > 8 * PLAN_THREADS or blocks > (16 if wide else 8):
         return None
-    return PlanCudaConfig(kernel, blocks, rounds, gather, shared, most, wide, has_pdl(arch))
+    return PlanCudaConfig(kernel, blocks, rounds, shared, most, wide, has_pdl(arch))
 
 
 def plan_cuda_with(arch: str, items: int, experts: int, slots: int, tiles: bool, blocks: int) -> PlanCudaConfig | None:
     """csrc/plan.cu's `plan` by `blocks` blocks, where it fits; rows without experts: experts = L, slots = 0, no tiles."""
     width = cdiv(experts * (slots + 1) + 1, 8) * 8
-    return _plan_cuda(arch, "plan", items, blocks, width, width * (32 + 2 * blocks + (12 if tiles else 8)) + 384)
+    return _plan_cuda(arch, "plan", items, blocks, width, width * (32 + 2 * blocks + (12 if tiles else 4)) + 256)
 
 
 def plan_pairs_with(arch: str, items: int, experts: int, slots: int, blocks: int) -> PlanCudaConfig | None:
     """csrc/plan.cu's `plan_pairs` by `blocks` blocks, where it fits."""
     widths = [cdiv(n + 1, 8) * 8 for n in (slots, experts)]
-    return _plan_cuda(arch, "plan_pairs", items, blocks, max(widths), 40 * max(widths) + 2 * blocks * sum(widths) + 640)
+    return _plan_cuda(arch, "plan_pairs", items, blocks, max(widths), 36 * max(widths) + 2 * blocks * sum(widths) + 384)
 
 
 def plan_cuda(arch: str, items: int, experts: int, slots: int, tiles: bool) -> PlanCudaConfig | None:
-    """A block for every 512 items, up to a cluster; plan_pairs where there are more pairs than a block can count.
-
-    None: Triton's planner. That is where there are no clusters, and for routes so few that its two launches took 3.7 µs
-    on an H200.
-    """
-    if not has_pdl(arch) or (tiles and items <= 64):
-        return None
+    """A block for every 512 items, up to a cluster; plan_pairs where there are more pairs than a block can count."""
+    if not has_pdl(arch):
+        return None  # no clusters
     most = 16 if arch in ("sm_90", "sm_100") else 8
     blocks = min(most, power_of_2(cdiv(max(items, 1), PLAN_THREADS)))
     one = plan_cuda_with(arch, items, experts, slots, tiles, blocks)

@@ -1,5 +1,4 @@
-// Runs a kernel of csrc/ on the CPU: every CUDA thread is a fiber, scheduled in random order between synchronisations;
-// blocks and warps start late and fall asleep at random.
+// Runs a kernel of csrc/ on the CPU: every CUDA thread is a fiber, scheduled in random order between synchronisations.
 //
 // What tile.cuh wraps is done here by hand. Stores to other blocks arrive late and in any order; shared memory is as long
 // as the launch says, starts as garbage and has forbidden pages behind it. Stands in for tile.cuh; one cluster is a grid.
@@ -21,7 +20,6 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
-struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 #define CLUSTERS 1
@@ -47,7 +45,7 @@ struct Block {
     std::map<u32, Barrier> barriers;
     u32 running;
 };
-struct Warp { Gate gate; u64 values[32]; u32 asleep; };
+struct Warp { Gate gate; u64 values[32]; };
 struct Thread {
     Index index;
     Block *block;
@@ -121,10 +119,9 @@ inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void
         u8 *pages = (u8 *)mmap(nullptr, length + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         mprotect(pages + length, PAGE, PROT_NONE);
         memset(pages, 0xcd, length);
-        const u32 late = seed && chance() % 4 == 0 ? 400 : 0;
         blocks.emplace_back(new Block{{b}, pages + length - (shared + 15) / 16 * 16, pages, {threads}, {}, threads});
         for (u32 t = 0; t < threads; ++t) {
-            if (t % 32 == 0) warps.emplace_back(new Warp{{32}, {}, late + (seed ? chance() % 40 : 0)});
+            if (t % 32 == 0) warps.emplace_back(new Warp{{32}, {}});
             all.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), {}});
             ucontext_t &c = all.back()->context;
             getcontext(&c);
@@ -137,9 +134,7 @@ inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void
     for (u64 idle = 0; !order.empty();) {
         if (seed) std::shuffle(order.begin(), order.end(), chance);
         const size_t before = order.size() + sends.size();
-        for (auto &w : warps) w->asleep = w->asleep ? w->asleep - 1 : seed && chance() % 16 == 0 ? chance() % 40 : 0;
-        for (Thread *t : order)
-            if (!t->warp->asleep) now = t, swapcontext(&scheduler, &t->context);
+        for (Thread *t : order) now = t, swapcontext(&scheduler, &t->context);
         now = nullptr;
         for (size_t n = sends.size(); n > 0; --n)
             if (chance() % 4 || n == 1) deliver(chance() % sends.size());

@@ -11,17 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_gpu
 import pytest
 import torch
 from cases import assert_equal
-from test_cuda import House
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import cuda, driver, launch, launch_experts, reference
-from grouped_lora_ops.ops import plan_cuda, prepared
+from grouped_lora_ops.ops import plan_cuda
 
-dense_op, expert_op = (importlib.import_module(f"grouped_lora_ops.ops.{stem}") for stem in ("plan", "expert_plan"))
+dense_op, expert_op = (importlib.import_module(f"grouped_lora_ops.ops.{name}") for name in ("plan", "expert_plan"))  # not the functions
+
 ROOT = Path(__file__).parents[1]
 PAGE = mmap.PAGESIZE
 WILD = {torch.int32: (-(2**31), 2**31 - 1), torch.int64: (-(2**32), 2**32, 2**32 + 1, -(2**63), 2**63 - 1)}
@@ -36,7 +35,7 @@ def translated() -> str:
     for pattern, by, times in (
         (r'#include "tile.cuh"', f'#include "{ROOT / "tests/cuda_on_cpu.h"}"', 1),
         (r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 2),
-        (r'asm volatile\("\{[^;]*there;[^:]*ld\.relaxed\.gpu\.global\.u32 [^:]*:[^:]*:[^:]*: "memory"\);', "v = there ? *(const u32 *)from : 0;", 1),
+        (r'asm volatile\("ld\.relaxed\.gpu\.global\.u32 [^;]*;".*', "v = *(const u32 *)from;", 1),
         (r'asm volatile\("st\.async\.[^;]*;".*', "send(to, &v, sizeof v, barrier);", 2),
     ):
         text, found = re.subn(pattern, by, text)
@@ -173,47 +172,6 @@ def test_strides_on_the_cpu(on_cpu):
     on_cpu.experts(draw((9, 2, 8), 5, dtype=torch.int64)[:, 1, 1::2], draw((9,), 2), 5, 2, launch.plan_pairs_with("sm_90", 36, 5, 2, 2))
 
 
-@pytest.mark.parametrize("way", ["C", "ctypes"])
-def test_repeated_calls_on_the_cpu(library, tmp_path, monkeypatch, way):
-    """Through the launcher: attributes, shared memory, and in a repetition the pointers of other ids and of a new plan."""
-    if way == "C" and driver._launcher is None:
-        pytest.skip("csrc/launcher.c was not built")
-    house, names = House(tmp_path, monkeypatch), {0xF1: "plan", 0xF2: "plan_pairs"}
-    (house.csrc / "plan.cu").write_text("")
-    gpu = fake_gpu.install(monkeypatch, way)
-    house.driver.cuLaunchKernelEx = gpu.cuLaunchKernelEx
-    handles = {name.encode(): handle for handle, name in names.items()}
-    house.driver.cuModuleGetFunction = lambda out, module, name: setattr(out._obj, "value", handles[name]) or 0
-    monkeypatch.setattr(driver, "library", lambda: house.driver)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    def compute(seen, parameters):
-        getattr(library, f"run_{names[seen.function]}")(ctypes.c_void_p(parameters[0]), seen.grid[0], seen.shared, 1)
-
-    gpu.run_kernel, made, module = compute, [], cuda.module
-    monkeypatch.setattr(cuda, "module", lambda op, stem, device: module(op, stem, 0))  # the ids lie on the CPU
-
-    @prepared.prepared
-    def op(ids, adapters, experts, slots):
-        made.append(ids)
-        routes = ids.shape[0] * ids.shape[1]
-        out = driver.empty((launch_experts.plan_size(routes, experts, slots),), torch.int32, ids.device)
-        config = launch.plan_cuda("sm_90", routes, experts, slots, True)
-        sizes = [f(routes, experts, slots) for f in (launch_experts.plan_rows, launch_experts.plan_room)]
-        assert plan_cuda.make("expert_plan", ids, adapters, experts, slots, out, config, *sizes)
-        return out
-
-    for experts, slots, cluster, kernel in ((7, 3, {}, 0xF1), (12, 2, {4: (2, 1, 1)}, 0xF1), (64, 64, {4: (2, 1, 1)}, 0xF2)):
-        tokens = 300 if cluster else 100
-        for seed in range(3):
-            ids, adapters = draw((tokens, 2), experts, seed), draw((tokens,), slots, seed)
-            assert_equal(op(ids, adapters, experts, slots), reference.expert_plan(ids, adapters, experts, slots))
-            seen = gpu.launches[-1]
-            assert (seen.function, seen.block, seen.attributes) == (kernel, (512, 1, 1), {**cluster, 6: (1, 0, 0)})
-    assert len(made) == 3, "each signature goes the ordinary way once"
-    assert house.driver.attributes == [(handle, *what) for handle in names for what in ((8, 227 << 10), (14, 1))]
-
-
 # --- the choice ---
 
 
@@ -222,7 +180,6 @@ def test_what_fits_is_taken_and_what_does_not_is_left():
     assert launch.plan_cuda("sm_90", 65536, 1024, 0, False).kernel == "plan"
     assert launch.plan_cuda("sm_90", 32768, 128, 3, True).kernel == "plan"
     assert launch.plan_cuda("sm_90", 65536, 256, 64, True).kernel == "plan_pairs"
-    assert launch.plan_cuda("sm_90", 64, 128, 1, True) is None and launch.plan_cuda("sm_90", 65, 128, 1, True).kernel == "plan"
     assert launch.plan_cuda("sm_90", 300_000, 8, 0, False) is None and launch.plan_cuda("sm_90", 64, 40_000, 0, False) is None
     for arch in ("sm_80", "sm_89"):
         assert launch.plan_cuda(arch, 512, 8, 0, False) is None
@@ -256,8 +213,6 @@ def test_without_the_module_triton_plans(monkeypatch):
 @pytest.fixture
 def taken(monkeypatch):
     """The configurations that csrc/plan.cu was launched with; each call must be."""
-    if not launch.has_pdl(cuda.arch_of(torch.cuda.current_device())):
-        pytest.skip("a GPU without clusters")
     seen, make = [], plan_cuda.make
 
     def watched(name, ids, adapters, experts, slots, out, config, *tiles):
@@ -284,12 +239,10 @@ def forms(ids):
 def test_rows(taken, slots):
     tokens = (0, 1, 7, 128, 129, 512, 513, 2048, 4096, 10_000, 32768, 65536, 200_000)
     for count in tokens:
-        if launch.plan_cuda(cuda.arch_of(torch.cuda.current_device()), count, slots, 0, False) is None:
-            continue
         for ids in forms(draw((count,), slots, count, device="cuda")):
             got = glo.plan(ids, slots)
             assert_equal(got, reference.plan(ids, slots), f"T = {count}, L = {slots}")
-    assert {c.blocks for c in taken} >= {1, 2, 8} and {c.gather for c in taken} == {True, False}
+    assert {c.blocks for c in taken} >= {1, 2, 16}
 
 
 @pytest.mark.gpu

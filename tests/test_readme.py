@@ -14,10 +14,16 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
 
 
+def block(word):
+    """The one example that contains word."""
+    (found,) = [text for text in BLOCKS if word in text]
+    return found
+
+
 def test_the_usage_example_runs_and_means_what_it_says():
     torch.manual_seed(0)
     names = {}
-    exec(BLOCKS[0], names)
+    exec(block("gl.delta_(base"), names)
     x, a, b, adapter_ids, scalings = (names[name] for name in ("x", "a", "b", "adapter_ids", "scalings"))
     delta = torch.zeros(7, 32)
     for t, l in enumerate(adapter_ids.tolist()):
@@ -25,6 +31,26 @@ def test_the_usage_example_runs_and_means_what_it_says():
             delta[t] = scalings[l] * (b[l] @ (a[l] @ x[t]))
     torch.testing.assert_close(gl.delta(x, a, b, adapter_ids, scalings), delta)
     assert names["xg"].shape == (7, 4, 64) and names["y"].shape == (7, 48)
+
+
+def test_the_expert_example_runs_and_leaves_rows_without_an_adapter_alone():
+    torch.manual_seed(0)
+    names = {}
+    exec(block("gl.delta_(base") + block("gl.expert_mlp("), names)
+    assert names["y"].shape == (7, 64)
+    torch.manual_seed(0)
+    parent = {}
+    exec(
+        block("gl.delta_(base")
+        + re.sub(
+            r"gate_up_a, gate_up_b, down_a, down_b, (?=adapter_ids)",
+            "None, None, None, None, ",
+            block("gl.expert_mlp("),
+        ),
+        parent,
+    )
+    none = names["adapter_ids"] < 0
+    assert torch.equal(names["y"][none], parent["y"][none]) and not torch.equal(names["y"], parent["y"])
 
 
 def test_the_adapter_example_runs(tmp_path):
@@ -36,7 +62,7 @@ def test_the_adapter_example_runs(tmp_path):
     factors = {name.format("A"): torch.ones(2, 16), name.format("B"): torch.ones(8 * 3, 2)}
     safetensors.torch.save_file(factors, path / "adapter_model.safetensors")
     names = {"torch": torch, "paths": [path], "device": "cpu"}
-    exec(BLOCKS[1], names)
+    exec(block("stack_adapters("), names)
     assert names["lora_b"].shape == (1, 4, 3, 2)
 
 
@@ -53,7 +79,7 @@ def test_the_layout_example_runs(tmp_path):
     factors = {name.format("A"): torch.ones(2, 32), name.format("B"): torch.ones(2 * 12, 2)}
     safetensors.torch.save_file(factors, path / "adapter_model.safetensors")
     names = {"model_path": tmp_path / "model", "path": path, "new_path": tmp_path / "new", "device": "cpu"}
-    exec(BLOCKS[2], names)
+    exec(block("layouts.preflight"), names)
     assert names["adapter_ids"].tolist() == [names["bank"].resident["first"], -1, names["bank"].resident["first"]]
     assert names["ranks"].tolist().count(2) == 1 and (tmp_path / "new" / ".complete").is_file()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import cuda
-from ..launch import PLAN_THREADS, PlanCudaConfig, cdiv
+from ..launch import PLAN_THREADS, PlanCudaConfig
 
-TILES, OVERLAP, GATHER = 1, 2, 4
-# struct Params: ids adapters plan; strides in bytes; reciprocals; whether ids are wide; sizes, the launch, tiles, flags
-LAYOUT = "3P3q2Q11I"
+TILES, OVERLAP = 1, 2
+# struct Params: ids adapters plan; strides in bytes; where ids have their upper halves; sizes, the launch, tiles, flags
+LAYOUT = "3P3q11I"
 
 
 def make(
@@ -30,19 +30,16 @@ def make(
     # the most that any size asks for, so that inside a capture a known kernel serves sizes that are new
     function = module.function(name, config.kernel, config.most_shared, config.wide)
 
-    def wide(t: Tensor | None) -> bool:
-        return t is not None and t.dtype.itemsize == 8
-
-    def reciprocal(n: int) -> int:
-        return cdiv(1 << 40, max(n, 1))
+    def high(t: Tensor | None) -> int:
+        return 0 if t is None or t.dtype.itemsize == 4 else 4
 
     per_token = 1 if ids.dim() == 1 else ids.shape[1]
     bytes_t, bytes_k = ids.stride(0) * ids.dtype.itemsize, 0 if ids.dim() == 1 else ids.stride(1) * ids.dtype.itemsize
     bytes_a = 0 if adapters is None else adapters.stride(0) * adapters.dtype.itemsize
-    flags = (TILES if tile_rows else 0) | (OVERLAP if config.overlap else 0) | (GATHER if config.gather else 0)
+    flags = (TILES if tile_rows else 0) | (OVERLAP if config.overlap else 0)
     values = (
-        ids, adapters, out, bytes_t, bytes_k, bytes_a, reciprocal(per_token), reciprocal(config.rounds * PLAN_THREADS),
-        wide(ids), wide(adapters), ids.shape[0] * per_token, per_token, experts, slots, config.blocks, config.rounds,
+        ids, adapters, out, bytes_t, bytes_k, bytes_a, high(ids), high(adapters),
+        ids.shape[0] * per_token, per_token, experts, slots, config.blocks, config.rounds,
         max(tile_rows.bit_length() - 1, 0), room, flags,
     )  # fmt: skip
     cuda.launch(
