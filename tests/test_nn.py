@@ -102,8 +102,11 @@ def test_it_holds_references_and_detaches_cleanly():
 def test_hooks_of_the_base_fire_and_copies_are_independent_of_the_original():
     model, x, fired = Toy(), inputs(), []
     model.layers[1].mlp.down_proj.register_forward_hook(lambda *args: fired.append(1))
-    attached = gnn.attach_bank(model, bank_of(random_adapter(LAYOUT, scaling=0.2)))
+    bank = bank_of(random_adapter(LAYOUT, scaling=0.2))
+    attached = gnn.attach_bank(model, bank)
     twin = copy.deepcopy(model)
+    slots = twin.layers[0].self_attn.q_proj.factors.slots
+    assert slots.lora_a.data_ptr() == bank["model.layers.0.self_attn.q_proj"].lora_a.data_ptr()  # no second bank
     with attached.using(["a0"]):
         got = model(x)
         assert fired == [1] and torch.equal(twin(x), got)

@@ -351,7 +351,11 @@ def test_routes_of_other_ranks_are_left_out(experts, implementation):
 def test_training_under_autocast(experts):
     """float32 weights and bfloat16 products: transformers' grouped_mm keeps float32, and so must what joins it."""
     model, layout = model_of("qwen3_moe"), layout_of("qwen3_moe")
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = logits(model)
     attached = gnn.attach_trainable(model, layout, rank=2, experts=experts, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts == "fused" or torch.equal(logits(model), plain)  # B = 0
     with torch.no_grad():
         for f in attached.factors:
             f.b[0].normal_(generator=torch.Generator().manual_seed(1)).mul_(0.1)
@@ -364,8 +368,16 @@ def test_training_under_autocast(experts):
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-def test_many_routes_have_a_plan(implementation):
-    """From 129 routes on the deltas read a plan; the rows are those of the same tokens in smaller batches."""
+def test_many_routes_have_a_plan(implementation, monkeypatch):
+    """From 129 routes on the deltas read a plan of their rows; these are those of the same tokens in smaller batches."""
+    plans, run = [], gnn.experts.expert_delta
+
+    def spy(x, a, b, routes, adapter_ids, *args, plan=None, **options):
+        plans.append(plan is not None)
+        assert plan is None or torch.equal(plan, torch.ops.grouped_lora.expert_plan(routes, adapter_ids, 4, 3))
+        return run(x, a, b, routes, adapter_ids, *args, plan=plan, **options)
+
+    monkeypatch.setattr(gnn.experts, "expert_delta", spy)
     layout, g = layout_of("gpt_oss"), torch.Generator().manual_seed(0)
     selectors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapters = {k: random_adapter(layout, selectors, scaling=0.2, seed=s) for k, s in (("a", 0), ("b", 1))}
@@ -380,6 +392,7 @@ def test_many_routes_have_a_plan(implementation):
         part = slice(start, start + 30)
         with torch.no_grad(), attached.using(names[part]):
             torch.testing.assert_close(module(x[part], ids[part], weights[part]), whole[part], rtol=1e-4, atol=1e-5)
+    assert plans == [True] * 2 + [False] * 10
 
 
 @pytest.mark.parametrize("experts", ["parent", "fused"])
