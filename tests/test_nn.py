@@ -236,9 +236,9 @@ def test_training_freezes_the_base_and_names_nothing_twice(fused):
     assert list(model.state_dict()) == base and all(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_a_slot_learned_is_an_adapter(fused):
-    model, x = Toy(fused=fused), inputs()
+@pytest.mark.parametrize("model_fused, fused", [(False, False), (True, True), (False, True)])
+def test_what_a_slot_learned_is_an_adapter(model_fused, fused):
+    model, x = Toy(fused=model_fused), inputs()
     attached = two_jobs(model, fused=fused)
     with torch.no_grad():
         for p in attached.parameters():
@@ -254,7 +254,7 @@ def test_what_a_slot_learned_is_an_adapter(fused):
         with served.using(["a0"]):
             assert torch.equal(model(x), got)
         served.detach()
-        model = Toy(fused=fused)
+        model = Toy(fused=model_fused)
         attached = two_jobs(model, fused=fused)
         attached.load(adapter, 1)  # into a larger rank, too
         attached.routing.set([1])

@@ -255,7 +255,11 @@ def test_layers_without_adapters_and_detaching_leave_the_registry_as_it_was():
     assert keys == [f"model.layers.1.mlp.experts.gate_up_proj_lora.{f}.0" for f in "ab"]
     with pytest.raises(ValueError, match="adapters attached already"):
         gnn.attach_trainable(model, layout, selectors=["mlp.experts.down_proj"])
+    other = gnn.attach_trainable(model, layout, selectors=["self_attn.q_proj"])  # beside it, and neither freezes the other's
+    assert all(p.requires_grad for p in (*attached.parameters(), *other.parameters()))
     attached.detach()
+    assert sum(p.requires_grad for p in model.parameters()) > len(other.parameters())
+    other.detach()
     assert config._experts_implementation == "grouped_mm" and torch.equal(logits(model), plain)
     assert not any("lora" in k for k in model.state_dict()) and "_grouped_lora" not in vars(model.model.layers[2].mlp.experts)
     config._experts_implementation = "grouped_lora"

@@ -194,9 +194,9 @@ def attach_trainable(
         return made
 
     found = _attach("attach_trainable", attached, buffers, _options("attach_trainable", direct, experts, tp_group), factors, None)
-    ours = {id(p) for p in attached.parameters()}
+    trained = {id(p) for m in model.modules() if isinstance(m, LoraFactors) for p in m.parameters()}  # others' factors too
     for p in model.parameters():
-        if id(p) not in ours and p.requires_grad:
+        if id(p) not in trained and p.requires_grad:
             p.requires_grad_(False)
             attached._undo.append(lambda p=p: p.requires_grad_(True))
     return found
@@ -253,7 +253,7 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
     if problems:
         raise ValueError(f"{_WHERE}.{where}: nothing was attached:" + "".join(f"\n  - {p}" for p in problems))
     try:
-        order = {b.key: n for n, b in enumerate(buffers)}
+        order = {key: n for n, key in enumerate(key for b in buffers for key in (b.key, *(p.path for p in b.places)))}
         for buffer, path, (parent, name, base), is_direct in linears:
             f = factors(buffer, path, getattr(base, "weight", next(base.parameters(), None)))
             made = LoraLinear(base, f, buffer, attached.routing, direct=is_direct, tp_group=options.tp_group)
@@ -316,12 +316,10 @@ def _experts(model, layout: Model, owner: str, group: dict[str, Buffer], options
     if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config")):
         problems.append(f"{owner}: {type(module).__name__} does not ask transformers' registry for its forward.")
         return None
-    if "_grouped_lora" in module.__dict__ and module._grouped_lora.mode != "none":
-        problems.append(f"{owner} has adapters attached already; detach those first.")
+    if "_grouped_lora" in module.__dict__:  # all layers share one config, and one attachment
+        problems.append(f"{owner}: the model's experts have adapters attached already; detach those first.")
         return None
     configured = module.config._experts_implementation
-    if configured == NAME and "_grouped_lora" in module.__dict__:
-        configured = module._grouped_lora.parent
     mode = options.experts or ("parent" if configured in ORDERED and configured in functions else "fused")
     if mode == "parent" and configured not in ORDERED:
         problems.append(f'{owner}: the model runs {configured}, which has no place for deltas; use experts="fused", or one of {ORDERED}.')

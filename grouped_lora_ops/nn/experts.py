@@ -38,7 +38,10 @@ def _forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     """What transformers calls for every experts module whose config names NAME."""
     lora = self.__dict__.get("_grouped_lora")
     if lora is None:
-        raise RuntimeError(f"{_WHERE}: {NAME} is the experts implementation, but nothing is attached to this module.")
+        raise RuntimeError(
+            f"{_WHERE}: {NAME} is the experts implementation, but nothing is attached to this module; models that share a config "
+            "object share its implementation: give each its own."
+        )
     return lora(self, hidden_states, top_k_index, top_k_weights)
 
 
