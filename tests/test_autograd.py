@@ -163,6 +163,10 @@ def test_autocast_casts_and_gradients_come_back_in_their_own_dtype():
     assert torch.equal(y, want)
     y.float().sum().backward()
     assert all(t.grad.dtype == torch.float32 for t in leaves)
+    again = [t.detach().clone().requires_grad_() for t in leaves]
+    with torch.autocast("cpu", torch.bfloat16):  # a backward inside: its float32 products are not narrowed
+        gl.delta(*again[:3], IDS, SCALINGS, base=again[3]).float().sum().backward()
+    assert all(torch.equal(t.grad, u.grad) for t, u in zip(leaves, again))
     out = base.detach().clone()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         gl.delta_(out, x, a, b, IDS, SCALINGS)

@@ -379,6 +379,10 @@ def test_autocast():
     assert_equal(y.detach(), torch.ops.grouped_lora.linear(x, w, a, b, c.ids, c.scalings, bias))
     y.float().sum().backward()
     assert all(t.grad.dtype == torch.float32 for t in leaves)
+    again = leaves_of(c, weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):  # the backward's float32 products are not narrowed either
+        call(again, c).float().sum().backward()
+    assert all(torch.equal(t.grad, u.grad) for t, u in zip(leaves, again))
 
 
 # --- bad input ---
