@@ -316,6 +316,38 @@ def test_ids_set_for_the_next_batch_do_not_disturb_a_backward():
     assert any(p.grad.any() for p in attached.parameters(1))
 
 
+@pytest.mark.parametrize("batch", [3, 40])
+def test_an_evaluation_in_inference_mode_comes_first(batch):
+    """What is kept between calls must serve a backward later."""
+    model, x = Toy(), inputs(batch)
+    attached = gnn.attach_trainable(model, LAYOUT, rank=2)
+    with torch.inference_mode():
+        attached.routing.set([0])
+        want = model(x)
+        attached.prepare(15, "cpu")
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(want, y) and all(p.grad is not None for p in attached.parameters())
+    attached.routing.set([-1])
+    assert (attached.prepare(15, "cpu") == -1).all()
+
+
+def test_training_is_compiled_whole():
+    model, x = Toy(), inputs()
+    attached = two_jobs(model)
+    attached.routing.set([0, 1, -1])
+    attached.prepare(15, "cpu")
+    model(x).sum().backward()
+    want = [p.grad.clone() for p in attached.parameters()]
+    for p in attached.parameters():
+        p.grad = None
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend="aot_eager")(x).sum().backward()
+    torch._dynamo.reset()
+    for p, g in zip(attached.parameters(), want):
+        torch.testing.assert_close(p.grad, g, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("batch, ids", [(3, [-1]), (0, [0, 1]), (0, [])])
 def test_jobs_without_tokens_get_gradients_of_zeros(batch, ids):
     """Data-parallel reductions wait for every gradient: none may be missing on a rank without tokens."""

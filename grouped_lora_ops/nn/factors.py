@@ -74,8 +74,9 @@ class LoraFactors(nn.Module):
 
     def stacks(self, x: Tensor) -> Stacks:
         if x.device not in self._small:
-            ranks = torch.tensor(self.ranks, dtype=torch.int32, device=x.device)
-            self._small[x.device] = torch.tensor(self.scalings, dtype=torch.float32, device=x.device), ranks
+            with torch.inference_mode(False):  # an evaluation may come first, and a backward use them later
+                ranks = torch.tensor(self.ranks, dtype=torch.int32, device=x.device)
+                self._small[x.device] = torch.tensor(self.scalings, dtype=torch.float32, device=x.device), ranks
         scalings, ranks = self._small[x.device]
         a, b = (_stack(list(factors), axis, max(self.ranks)) for factors, axis in ((self.a, -2), (self.b, -1)))
         if self.buffer.kind != "experts":  # the expert ops take float32 masters as they are

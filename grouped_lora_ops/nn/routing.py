@@ -92,9 +92,10 @@ class Routing:
         """Fixed tensors for batches of `tokens` tokens on a device, before a graph is captured. Returns the ids [T]."""
         device = torch.empty(0, device=device).device
         if (tokens, device) not in self._fixed:
-            fixed = torch.full((tokens,), -1, dtype=torch.int32, device=device)
-            plan = make_plan(fixed, self.num_slots) if tokens > PLAN_ROWS else None
-            self._fill(tokens, fixed, plan)
+            with torch.inference_mode(False):  # or they could be written, and saved for a backward, nowhere else
+                fixed = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+                plan = make_plan(fixed, self.num_slots) if tokens > PLAN_ROWS else None
+                self._fill(tokens, fixed, plan)
             self._fixed[tokens, device] = fixed, plan
         return self._fixed[tokens, device][0]
 
@@ -129,7 +130,8 @@ class Routing:
                 f"grouped_lora_ops.nn.Routing: the number of ids must divide the batch's {tokens} tokens; got {given}."
             )
         # new tensors, not the old ones refilled: a backward may still need those
-        ids = self._ids.to(device).repeat_interleave(tokens // max(given, 1))[:tokens]
-        found = ids, make_plan(ids, self.num_slots) if tokens > PLAN_ROWS else None
+        with torch.inference_mode(False):
+            ids = self._ids.to(device).repeat_interleave(tokens // max(given, 1))[:tokens]
+            found = ids, make_plan(ids, self.num_slots) if tokens > PLAN_ROWS else None
         self._latest[tokens, device] = found
         return found
