@@ -1,6 +1,7 @@
 """Which tiles for `linear`: pure functions of sizes, as in `launch`.
 
-The order of the sums is fixed whatever is chosen here: one chain of products over D, then h Bᵀ in pieces of `rank_block`.
+The order of the sums is fixed whatever is chosen here: one chain of products over D (float32: pieces of 16 columns, added in
+order), then h Bᵀ in pieces of `rank_block`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its 
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
+FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
 
 
@@ -70,7 +72,7 @@ def linear_with(p: Problem, mode: int, block_m: int, **changes) -> LinearConfig:
     )
     chosen.update(changes)
     if p.itemsize == 4:
-        chosen["block_k"] = min(chosen["block_k"], 32)
+        chosen["block_k"] = FLOAT32_PIECE
     room = shared_memory(p.arch) - 8 * KB - 2 * 2 * block_m * chosen["rank_block"]  # h's two halves
 
     def stages() -> int:
@@ -104,9 +106,8 @@ def _stream(p: Problem) -> LinearConfig:
             break
     block_k = 256 if block_n == 32 and block_m <= 32 else 128
     warps = 8 if p.itemsize == 4 and block_m == 64 else 4
-    return linear_with(
-        p, ROWS, block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=6 if block_k == 128 else 5
-    )
+    stages = 12 if p.itemsize == 4 else 6 if block_k == 128 else 5
+    return linear_with(p, ROWS, block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
 
 
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:

@@ -237,7 +237,7 @@ def test_empty_sizes(kernels, sizes):
 @pytest.mark.parametrize("way", ["rows", "slots"])
 @dtypes
 def test_no_further_from_float64_than_torch(kernels, way_of, dtype, way):
-    """torch's own base, then our delta onto it: rounded twice (fp32: once in another order)."""
+    """torch's own base, then our delta onto it, is rounded twice; float32 sums of long rows are cut as BLAS cuts them."""
     way_of(way)
     x, weight, a, b, ids, scalings, bias = random_case(kernels.device, dtype, tokens=24, features=900, rank=24)
     wide = [t.double() for t in (x, weight, a, b)]
@@ -245,8 +245,7 @@ def test_no_further_from_float64_than_torch(kernels, way_of, dtype, way):
     base = torch.einsum("tgd,gnd->tgn", x, weight) + bias
     torch_error = (reference.delta(x, a, b, ids, scalings, base=base).double() - exact).abs()
     error = (kernels.linear(x, weight, a, b, ids, scalings, bias).double() - exact).abs()
-    slack = 1.0 if dtype != torch.float32 else 1.5
-    assert error.max() <= slack * torch_error.max() and error.mean() <= slack * torch_error.mean()
+    assert error.max() <= torch_error.max() and error.mean() <= torch_error.mean()
 
 
 def test_a_second_run_has_the_same_bits(kernels):
@@ -470,6 +469,7 @@ def test_every_problem_gets_a_configuration():
         for transposed, fp16 in ((False, False), (True, False), (False, True)):
             c = launch_linear.linear(p, transposed, fp16 and p.itemsize == 2)
             assert c.num_stages * (c.block_m + c.block_n) * c.block_k * p.itemsize <= launch_linear.shared_memory(p.arch)
+            assert p.itemsize == 2 or c.block_k == launch_linear.FLOAT32_PIECE
             assert c.rank_block == launch_linear.rank_block(max(p.rank, 1), p.itemsize)
             assert (c.shrink is None) == (0 in (p.rank, p.slots))
             assert c.mode != launch.SINGLE or p.slots == 1
@@ -503,5 +503,5 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path):
     for k in lines:
         assert k["shared"] <= launch_linear.shared_memory(arch), k
         assert k["stack"] <= (0 if arch == "sm_90" else 64), k
-        assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= 8 * k["constants"]["R_BLOCKS"], k
+        assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= 12 * k["constants"]["R_BLOCKS"], k
         assert k["launch_pdl"], k
