@@ -48,6 +48,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("--tiny") and not torch.cuda.is_available():
+        torch.set_num_threads(1)  # tiny products: threads on a busy machine wait for each other, up to 100 ms a product
     config.stash[_rows] = []
     sys.path.extend(config.getoption("--peer-path"))
     names = config.getoption("--contenders").split(",")

@@ -21,6 +21,18 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+if not GPU:
+    torch.set_num_threads(1)  # tiny products: two threads on a busy machine wait for each other, up to 10 ms a product
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Without a GPU a run of everything uses all cores, where pytest-xdist is installed; `-n 0` keeps to one process."""
+    whole = not config.option.file_or_dir and not config.option.collectonly and not config.option.usepdb
+    if not GPU and whole and getattr(config.option, "numprocesses", 0) is None:
+        config.option.numprocesses = os.cpu_count()
+
+
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="on a GPU, run the tests marked thorough, too")
 
