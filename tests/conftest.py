@@ -28,6 +28,8 @@ if not GPU:
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Without a GPU a run of everything uses all cores, where pytest-xdist is installed; `-n 0` keeps to one process."""
+    if hasattr(config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ:
+        return  # one of those processes itself
     whole = not config.option.file_or_dir and not config.option.collectonly and not config.option.usepdb
     if not GPU and whole and getattr(config.option, "numprocesses", 0) is None:
         config.option.numprocesses = os.cpu_count()
