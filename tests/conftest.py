@@ -119,8 +119,9 @@ def force(monkeypatch):
     """force("plan fused tall") makes the launch choice at sizes that would choose otherwise.
 
     cuda: csrc/delta.cu (on a GPU); merged: the groups' rows in one tile; spread: two clusters share N; early: not
-    started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused, split, whole: delta in one launch, or two with
-    the sum over D cut or not. tall: 64-row tiles and several blocks of N a program.
+    started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused,
+    split, whole: delta in one launch, or two with the sum over D cut or not. tall: 64-row tiles and several blocks of N
+    a program.
     """
     from grouped_lora_ops import launch
     from grouped_lora_ops.ops import common, prepared
