@@ -3,7 +3,7 @@
 A `Tape` records what one call of an op allocates and launches, with every pointer traced to an argument or to an
 allocation. `Call` repeats that with other tensors of the same description: only data pointers are filled in. Both the
 description of arguments (`describe`) and the repetition exist twice: in csrc/launcher.c (a key of 9 arguments 0.3 µs, a
-launch 0.4 µs beside the driver's own time) and here in Python and ctypes for where that was not built (2.5 and 2 µs).
+launch 0.4 µs beside the driver's own time) and here in Python and ctypes for where that was not built (2.5 and 2.2 to 2.6 µs).
 Nothing here touches a CUDA context or loads the driver before the first launch.
 """
 

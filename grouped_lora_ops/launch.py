@@ -353,8 +353,13 @@ CUDA_KERNELS = ((16, 16, 1, 128), (16, 32, 1, 128), (16, 64, 1, 128), (16, 64, 2
 CUDA_TOKENS = 256  # it sorts the ids with a thread a token
 
 
-def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spread: int = 1, overlap: bool = True) -> CudaConfig:
+def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spread: int = 1, overlap: bool = True):
+    """CudaConfig of a kernel, or None where it would compute something else: whatever a table's rule asks for."""
     block_m, ranks, rank_split, block_n = kernel
+    if p.itemsize != 2 or p.rank > ranks or p.tokens > CUDA_TOKENS:
+        return None
+    if merge and not (p.shared_a and p.groups in (2, 4, 8)):
+        return None
     merged = p.groups if merge else 1
     return CudaConfig(
         tiles=tile_count(block_m // merged, p.tokens, p.slots, p.slots == 1),

@@ -149,7 +149,7 @@ def force(monkeypatch):
             def choose(p):
                 two = launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))
                 able = [k for k in launch.CUDA_KERNELS if k[1] >= p.rank and (k[2] > 1 or "split2" not in words)]
-                if p.itemsize != 2 or p.tokens > launch.CUDA_TOKENS or not able:
+                if not able:
                     return two
                 merge = "merged" in words and p.shared_a and p.groups in (2, 4, 8)
                 return replace(two, cuda=launch.cuda(p, able[0], merge, 1 + ("spread" in words), "early" not in words))

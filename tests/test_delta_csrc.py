@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import FORMS, NAN, assert_bits, build
@@ -214,3 +216,16 @@ def test_the_choice_names_kernels_that_exist():
 def test_only_measured_gpus_get_it():
     for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
         assert launch.delta(launch.Problem(arch, 108, 2, 1, 4, 4096, 1024, 16, 1)).cuda is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(itemsize=4), dict(rank=17), dict(tokens=257), dict(shared_a=False), dict(groups=3)],
+    ids=str,
+)
+def test_a_rule_cannot_ask_for_what_a_kernel_cannot_do(change, monkeypatch):
+    rule = {"when": {}, "cuda": {"kernel": [16, 16, 1, 128], "merge": True}}
+    monkeypatch.setattr(launch, "table", lambda arch: {"delta": [rule]})
+    p = launch.Problem("sm_90", 132, 2, 200, 4, 4096, 1024, 16, 8, True)
+    assert launch.delta(p).cuda.merged == 4
+    assert launch.delta(replace(p, **change)).cuda is None
