@@ -16,7 +16,8 @@ def expert_rows(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     first, last, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum of chunks first … last−1 of x Aᵀ: as `shrink_rows`, in the same order, with A's rows anywhere (column_offsets)."""
+    """Sum of chunks first … last−1 of x Aᵀ, with A's rows anywhere (column_offsets): as `shrink_rows`, but a chunk is one
+    sum, not a sum of pieces, so a row's bits are not those of the dense ops."""
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x + row_offsets[:, None] + (first * CHUNK + k[None, :]) * x_d
     a_ptrs = a + column_offsets[None, :] + (first * CHUNK + k[:, None]) * a_d
