@@ -16,7 +16,7 @@ from grouped_lora_ops import layouts
 from grouped_lora_ops import nn as gnn
 from grouped_lora_ops.adapters import AdapterBank, plan_bank
 from grouped_lora_ops.layouts import Share
-from grouped_lora_ops.nn.parallel import enter_columns, sum_over
+from grouped_lora_ops.nn.parallel import enter_columns, gather_tokens, scatter_tokens, sum_over
 from grouped_lora_ops.sharding import local_expert_ids, shard_adapter, sum_gradients, unshard_adapter
 
 GPU = torch.cuda.is_available()
@@ -33,6 +33,8 @@ def output_projection(model, adapters, share, weight, x, base, ids, grad):
     bank = AdapterBank(plan_bank(model, slots=3, rank=16, selectors=["o_a_proj"], share=share), device=device)
     names = [f"a{n}" for n in range(len(adapters))]
     slots = torch.tensor([bank.load(name, adapter) for name, adapter in zip(names, adapters)] + [-1], device=device)
+    for name in names:
+        bank.acquire(name)  # work queued from here on waits for the uploads
     a, b, scalings, ranks, _ = bank["model.layers.0.self_attn.o_a_proj"]
     ids = slots[ids].to(torch.int32)
     module = nn.Module()
@@ -53,15 +55,17 @@ def output_projection(model, adapters, share, weight, x, base, ids, grad):
 class ExpertLayer:
     """One rank's experts of expert_mlp on small integers, where all sums are exact."""
 
-    E, H, INNER, R, L, T, K = 4, 8, 4, 2, 2, 12, 2
+    SMALL, FULL = (4, 8, 4, 2, 2, 12, 2), (16, 128, 64, 4, 2, 300, 4)
 
-    def __init__(self, share: Share, shared_outer: bool, router_weight: str):
+    def __init__(self, share: Share, shared_outer: bool, router_weight: str, sizes=SMALL, device: str = "cpu"):
+        self.E, self.H, self.INNER, self.R, self.L, self.T, self.K = sizes
+        self.device = device
         self.part = slice(share.ep_rank * self.E // share.ep, (share.ep_rank + 1) * self.E // share.ep)
         self.shared_outer, self.router_weight = shared_outer, router_weight
         g = torch.Generator().manual_seed(0)
 
         def integers(*shape):
-            return torch.randint(-1, 2, shape, generator=g).float()
+            return torch.randint(-1, 2, shape, generator=g).float().to(device)
 
         counts = [1 if shared_outer else self.E, self.E, self.E, 1 if shared_outer else self.E]
         shapes = dict(
@@ -76,9 +80,9 @@ class ExpertLayer:
             self.factors[name] = (whole if shape[1] == 1 else whole[:, self.part]).clone().requires_grad_()
         self.up, self.down = integers(self.E, self.INNER, self.H)[self.part], integers(self.E, self.H, self.INNER)[self.part]
         self.x, self.grad = integers(self.T, self.H), integers(self.T, self.H)
-        self.ids = torch.stack([torch.randperm(self.E, generator=g)[: self.K] for _ in range(self.T)])
-        self.weights = torch.randint(1, 3, (self.T, self.K), generator=g).float()
-        self.adapters = torch.randint(-1, self.L, (self.T,), generator=g)
+        self.ids = torch.stack([torch.randperm(self.E, generator=g)[: self.K] for _ in range(self.T)]).to(device)
+        self.weights = torch.randint(1, 3, (self.T, self.K), generator=g).float().to(device)
+        self.adapters = torch.randint(-1, self.L, (self.T,), generator=g).to(device)
 
     def shared(self, name: str) -> bool:
         return self.shared_outer and name in ("gate_up_a", "down_b")
@@ -93,7 +97,7 @@ class ExpertLayer:
             self.down,
             *self.factors.values(),
             self.adapters,
-            torch.ones(self.L),
+            torch.ones(self.L, device=self.device),
             activation="relu2",
             router_weight=self.router_weight,
         )
@@ -105,67 +109,174 @@ class ExpertLayer:
 
 
 class Column(nn.Module):
-    """A rank's rows of a linear layer; its input's gradient is summed over the ranks."""
+    """A rank's rows of a linear layer; its input's gradient is summed over the ranks, or its input's tokens are gathered."""
 
-    def __init__(self, whole: nn.Linear, part, group):
+    def __init__(self, whole: nn.Linear, part, group, sequence_dim=None):
         super().__init__()
         rows = torch.cat([torch.arange(r.start, r.stop) for r in part.rows])
-        self.weight, self.group = nn.Parameter(whole.weight[rows].detach().clone()), group
+        self.weight, self.group, self.sequence_dim = nn.Parameter(whole.weight[rows].detach().clone()), group, sequence_dim
         self.bias = None if whole.bias is None else nn.Parameter(whole.bias[rows].detach().clone())
 
     def forward(self, x):
-        return nn.functional.linear(enter_columns(x, self.group), self.weight, self.bias)
+        d = self.sequence_dim
+        x = enter_columns(x, self.group) if d is None else gather_tokens(x, d, self.group)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Row(nn.Module):
-    """A rank's columns; outputs are summed over the ranks."""
+    """A rank's columns; outputs are summed over the ranks, each of which keeps all or its own tokens."""
 
-    def __init__(self, whole: nn.Linear, part, group):
+    def __init__(self, whole: nn.Linear, part, group, sequence_dim=None):
         super().__init__()
         self.weight, self.group = nn.Parameter(whole.weight[:, part.columns].detach().clone()), group
+        self.sequence_dim = sequence_dim
 
     def forward(self, x):
-        return sum_over(nn.functional.linear(x, self.weight), self.group)
+        y, d = nn.functional.linear(x, self.weight), self.sequence_dim
+        return sum_over(y, self.group) if d is None else scatter_tokens(y, d, self.group)
+
+
+def divided(model: nn.Module, layout, share: Share, group, sequence_dim=None) -> nn.Module:
+    """The model with a rank's share of every projection."""
+    for place in layout.places():
+        owner = model.get_submodule(place.path.rpartition(".")[0].removeprefix("model."))
+        kind = Row if place.projection.facts.shard is layouts.Shard.ROW else Column
+        leaf = place.projection.facts.leaf
+        setattr(owner, leaf, kind(getattr(owner, leaf), place.projection.part(share), group, sequence_dim))
+    return model
 
 
 def column_and_row_layers(rank, group):
-    """TP = 2 of a whole model: outputs, the input's gradient, and every factor's gradient after `sum_gradients`."""
+    """TP = 2 of a whole model: outputs, the input's gradient, and every factor's gradient after `sum_gradients`; tokens whole,
+    and divided (sequence parallelism) along either dimension."""
     layout, share = layouts.of(CONFIG), Share(2, rank)
-    whole, ranked = Toy().double(), Toy().double()
-    for place in layout.places():
-        owner = ranked.get_submodule(place.path.rpartition(".")[0].removeprefix("model."))
-        kind = Row if place.projection.facts.shard is layouts.Shard.ROW else Column
-        leaf = place.projection.facts.leaf
-        setattr(owner, leaf, kind(getattr(owner, leaf), place.projection.part(share), group))
-    adapter = random_adapter(layout, rank=4, scaling=0.2, dtype=torch.float64)
-    results = []
-    for model, options in ((whole, {}), (ranked, dict(share=share, tp_group=group))):
-        attached = gnn.attach_trainable(model, layout, rank=4, alpha=0.8, dtype=torch.float64, **options)
-        attached.load(adapter)
-        x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
-        y = model(x)
+    adapters = [random_adapter(layout, rank=r, scaling=0.2, seed=r, dtype=torch.float64) for r in (4, 3)]
+    x = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(1)).double()
+    ids = torch.randint(-1, 2, (24,), generator=torch.Generator().manual_seed(2)).tolist()
+
+    def run(model, **options):
+        sequence_dim = options.get("sequence_dim")
+        attached = gnn.attach_trainable(model, layout, rank=[4, 3], slots=2, alpha=0.8, dtype=torch.float64, **options)
+        for slot, adapter in enumerate(adapters):
+            attached.load(adapter, slot)
+        attached.routing.set(ids)
+        own = x if sequence_dim is None else x.chunk(2, sequence_dim)[rank]
+        own = own.clone().requires_grad_()
+        y = model(own)
         y.square().sum().backward()
-        if options:
-            sum_gradients(attached.factors, layout, tp_group=group)
-            try:
-                sum_gradients(attached.factors, layout)
-            except ValueError as error:
-                assert "q_proj: tp_group must be given" in str(error)
-            else:
-                raise AssertionError("a missing group was not noticed")
-        results.append((y.detach(), x.grad, attached))
-    (y, dx, attached), (own_y, own_dx, own) = results
-    torch.testing.assert_close(own_y, y, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(own_dx, dx, rtol=1e-9, atol=1e-9)
-    for f, mine in zip(attached.factors, own.factors):
-        part = f.buffer.places[0].projection.part(share)
-        torch.testing.assert_close(mine.a[0].grad, f.a[0].grad[:, part.columns], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(mine.b[0].grad, f.b[0].grad[part.rows[0]], rtol=1e-9, atol=1e-9)
-        assert mine.b[0].grad.any()
+        return y.detach(), own.grad, attached
+
+    y, dx, attached = run(Toy().double())
+    for dim in (None, 0, 1):
+        options = dict(share=share, tp_group=group) | ({} if dim is None else dict(sequence_dim=dim))
+        own_y, own_dx, own = run(divided(Toy().double(), layout, share, group, dim), **options)
+        sum_gradients(own.factors, layout, tp_group=group, sequence_parallel=dim is not None)
+        for got, want in ((own_y, y), (own_dx, dx)):
+            want = want if dim is None else want.chunk(2, dim)[rank]
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        for f, mine in zip(attached.factors, own.factors):
+            part = f.buffer.places[0].projection.part(share)
+            for slot in range(2):
+                torch.testing.assert_close(mine.a[slot].grad, f.a[slot].grad[:, part.columns], rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(mine.b[slot].grad, f.b[slot].grad[part.rows[0]], rtol=1e-9, atol=1e-9)
+                assert mine.a[slot].grad.any() and mine.b[slot].grad.any()
+        try:
+            sum_gradients(own.factors, layout)
+        except ValueError as error:
+            assert "q_proj: tp_group must be given" in str(error)
+        else:
+            raise AssertionError("a missing group was not noticed")
     shards = [None, None]
     torch.distributed.all_gather_object(shards, own.adapter(), group=group)
     back = unshard_adapter([(Share(2, n), shard) for n, shard in enumerate(shards)], layout)
-    assert all(torch.equal(back.modules[k].lora_b, lora.lora_b) for k, lora in adapter.modules.items())
+    assert all(torch.equal(back.modules[k].lora_b, lora.lora_b) for k, lora in adapters[0].modules.items())
+
+
+def replicated_layers(rank, group):
+    """Sequence parallelism of MLA's replicated projections, and of column ones whose parent gathered the tokens."""
+    layout, share = layouts.of(CONFIGS["deepseek_v3"]), Share(2, rank)
+    names = {"kv_a_proj_with_mqa": (32, 12), "q_b_proj": (16, 48)}
+    g = torch.Generator().manual_seed(0)
+    adapters = [random_adapter(layout, list(names), rank=r, scaling=0.5, seed=r, dtype=torch.float64) for r in (3, 2)]
+    xs = {name: torch.randn(2, 6, d, generator=g).double() for name, (d, _) in names.items()}
+    ids = torch.randint(-1, 2, (12,), generator=g).tolist()
+
+    def run(ranked):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for layer in model.layers:
+            layer.self_attn = nn.Module()
+            for name, (d, n) in names.items():
+                setattr(layer.self_attn, name, nn.Linear(d, n, bias=False).double())
+            if ranked:  # a parent that gathers: no sum of its own, since its gather's backward has one
+                whole = layer.self_attn.q_b_proj
+                whole.weight = nn.Parameter(whole.weight[24 * rank : 24 * rank + 24].detach().clone())
+        options = dict(share=share, tp_group=group, sequence_dim=1) if ranked else {}
+        attached = gnn.attach_trainable(model, layout, rank=[3, 2], slots=2, selectors=list(names), dtype=torch.float64, **options)
+        for slot, adapter in enumerate(adapters):
+            attached.load(adapter, slot)
+        attached.routing.set(ids)
+        own = {n: (x.chunk(2, 1)[rank] if ranked else x).clone().requires_grad_() for n, x in xs.items()}
+        found = {}
+        for name, x in own.items():
+            module = getattr(model.layers[1].self_attn, name)
+            gathers = ranked and name == "q_b_proj"
+            found[name] = module(gather_tokens(x, 1, group) if gathers else x)
+            found[name].square().sum().backward()
+            found[name + ".x"] = x.grad
+        if ranked:
+            sum_gradients(attached.factors[2:], layout, tp_group=group, sequence_parallel=True)
+        return found, attached.factors[2:]
+
+    (want, factors), (got, own) = run(False), run(True)
+    for name in names:
+        column = name == "q_b_proj"
+        y = want[name].chunk(2, 2)[rank] if column else want[name].chunk(2, 1)[rank]
+        torch.testing.assert_close(got[name], y, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(got[name + ".x"], want[name + ".x"].chunk(2, 1)[rank], rtol=1e-9, atol=1e-9)
+    for f, mine in zip(factors, own):
+        rows = f.buffer.places[0].projection.part(share).rows[0]
+        for slot in range(2):
+            torch.testing.assert_close(mine.a[slot].grad, f.a[slot].grad, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(mine.b[slot].grad, f.b[slot].grad[rows], rtol=1e-9, atol=1e-9)
+            assert mine.b[slot].grad.any()
+
+
+def attached_together(rank, group):
+    """What fails on one rank fails on all alike, before anything of the model has changed; then it can be attached."""
+    layout, share = layouts.of(CONFIG), Share(2, rank)
+
+    def refused(model, message, of=layout, **options):
+        try:
+            gnn.attach_trainable(model, of, share=share, tp_group=group, **options)
+        except RuntimeError as error:
+            texts = [None, None]
+            torch.distributed.all_gather_object(texts, str(error), group=group)
+            assert texts[0] == texts[1] and message in texts[0], texts
+        else:
+            raise AssertionError(f"not refused: {message}")
+        assert not any(isinstance(m, gnn.LoraLinear) for m in model.modules())
+
+    model = divided(Toy(), layout, share, group)
+    proj = model.layers[1].mlp.down_proj
+    good = proj.weight
+    if rank == 1:
+        proj.weight = nn.Parameter(good[:, :7].detach())
+    refused(model, "rank 1: ValueError: grouped_lora_ops.nn.attach_trainable: nothing was attached:")
+    refused(model, "mlp.down_proj: weight must be [32, 20] for these adapters; got [32, 7]")
+    proj.weight = good
+    refused(model, "all ranks must have the same factors; rank 0 has", rank=4 + rank)
+    refused(model, "rank 1 ('ranks', [3, 2]", rank=[3, 3 - rank], slots=2)
+    moe = layouts.of(CONFIGS["qwen3_moe"])
+    refused(model, "model.layers.1.mlp.experts: experts are not attached with sequence_dim", of=moe, sequence_dim=0)
+    attached = gnn.attach_trainable(model, layout, share=share, tp_group=group, sequence_dim=0)
+    try:
+        attached.linears["model.layers.1.mlp.down_proj"](torch.zeros(4, 20))
+    except ValueError as error:
+        assert "down_proj: base must return tokens [2] for x [4] with sequence_dim=0 and 2 ranks; got [4]" in str(error)
+    else:
+        raise AssertionError("a base that returns all tokens was not noticed")
 
 
 def v4_output_projection(rank, group):
@@ -331,7 +442,8 @@ def dtensor(rank, group):
     assert shard_adapter(adapter, layouts.of(CONFIG), Share(2, rank)).modules
 
 
-CHECKS = {f.__name__: f for f in (column_and_row_layers, v4_output_projection, experts, trained_experts, dtensor)}
+LAYERS = (column_and_row_layers, replicated_layers, attached_together)
+CHECKS = {f.__name__: f for f in (*LAYERS, v4_output_projection, experts, trained_experts, dtensor)}
 
 
 def _work(rank: int, store: str, results) -> None:

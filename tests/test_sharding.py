@@ -161,14 +161,16 @@ def test_v4s_output_projection_is_bitwise_the_unsharded_one(tokens, full):
     torch.testing.assert_close(total, whole[2].float(), rtol=2e-2, atol=2e-2 * whole[2].float().abs().max().item())
 
 
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shared_outer", [False, True])
 @pytest.mark.parametrize("router_weight", ["pre_down", "post_down"])
-def test_expert_shares_in_turn(shared_outer, router_weight):
+def test_expert_shares_in_turn(shared_outer, router_weight, full):
     """EP = 2, forward and backward, in small integers: what the ranks compute adds up to the whole, bit for bit."""
-    whole = ExpertLayer(Share(), shared_outer, router_weight)
+    sizes, device = (ExpertLayer.FULL, "cuda") if full else (ExpertLayer.SMALL, "cpu")
+    whole = ExpertLayer(Share(), shared_outer, router_weight, sizes, device)
     y, dx, dw, factors = whole.run()
     shares = each_share(1, 2)
-    parts = [ExpertLayer(share, shared_outer, router_weight).run() for share in shares]
+    parts = [ExpertLayer(share, shared_outer, router_weight, sizes, device).run() for share in shares]
     assert torch.equal(sum(p[0] for p in parts), y) and torch.equal(sum(p[1] for p in parts), dx)
     assert torch.equal(sum(p[2] for p in parts), dw)
     for name, grad in factors.items():
@@ -178,6 +180,25 @@ def test_expert_shares_in_turn(shared_outer, router_weight):
         else:
             assert torch.equal(torch.cat(own, 1), grad)
         assert grad.any() and all(o.any() for o in own)
+    if full:  # and the whole is the reference's
+        host = ExpertLayer(Share(), shared_outer, router_weight, sizes).run()
+        for got, want in zip((y, dx, dw, *factors.values()), (*host[:3], *host[3].values())):
+            assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("shared_outer", [False, True])
+def test_integers_of_the_full_size_are_exact(shared_outer):
+    """In float32 as in float64, so that the test above asks for bits that exist."""
+    runs = []
+    for dtype in (torch.float32, torch.float64):
+        layer = ExpertLayer(Share(), shared_outer, "pre_down", ExpertLayer.FULL)
+        for name in ("up", "down", "x", "grad", "weights"):
+            setattr(layer, name, getattr(layer, name).to(dtype))
+        layer.factors = {k: f.detach().to(dtype).requires_grad_() for k, f in layer.factors.items()}
+        y, dx, dw, factors = layer.run()
+        runs.append([y, dx, dw, *factors.values()])
+    for single, double in zip(*runs):
+        assert torch.equal(single.double(), double)
 
 
 def test_local_expert_ids():
@@ -218,6 +239,12 @@ def test_real_experts_with_a_share_each(monkeypatch):
     model = transformers_model("qwen3_moe")
     with pytest.raises(ValueError, match=r"gate_up_proj: must be \[2, 48, 32\] for these adapters; got \[4, 48, 32\]"):
         gnn.attach_trainable(model, layout, share=Share(ep=2), selectors=["mlp.experts.gate_up_proj"])
+
+
+def test_a_divided_sequence_needs_its_group():
+    for wrong in (0, -1, "s"):
+        with pytest.raises(ValueError, match=rf"sequence_dim must be a dimension \(0, 1, …\), given with tp_group; got {wrong!r}"):
+            gnn.attach_trainable(torch.nn.Module(), layouts.of(CONFIGS["llama"]), sequence_dim=wrong)
 
 
 def test_a_row_projection_needs_its_group():

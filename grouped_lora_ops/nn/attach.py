@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters import Adapter, AdapterBank
+from ..adapters.collective import Together
 from ..adapters.image import fill, lay_out, views
 from ..layouts import Buffer, Model, Shard, Share
 from ..layouts.model import WHOLE
@@ -117,6 +118,7 @@ class _Options:
     direct: tuple[str, ...] | None
     experts: str | None
     tp_group: object
+    sequence_dim: int | None
 
 
 def attach_bank(
@@ -126,6 +128,7 @@ def attach_bank(
     direct: Sequence[str] | None = None,
     experts: str | None = None,
     tp_group=None,
+    sequence_dim: int | None = None,
 ) -> Attached:
     """Serve a model with the adapters of a bank: every projection that the bank has buffers for reads its slots.
 
@@ -135,14 +138,16 @@ def attach_bank(
     (`qkv_proj`) need a bank planned with fused=True, which serves separate ones too.
 
     direct: projections whose parent multiplies with `.weight` itself (see `LoraLinear`); None: the grouped ones.
-    tp_group: the process group of tensor parallelism, for a bank planned with a share of tp > 1 (see `LoraLinear`).
+    tp_group: the process group of tensor parallelism, for a bank planned with a share of tp > 1 (see `LoraLinear`). Its ranks
+    attach together: if one cannot, or has factors of other shapes, all raise the same RuntimeError, and nothing is attached
+    anywhere. sequence_dim: with sequence parallelism, the dimension of activations along which ranks divide the tokens.
     Until `using` or `routing.set` says otherwise no token has an adapter.
 
     Errors: one ValueError that lists modules which are missing, attached already, or of another shape or dtype; nothing
     has changed then.
     """
     attached = Attached(model, bank.plan.model, Routing(bank.plan.slots, [-1]), bank)
-    options = _options("attach_bank", direct, experts, tp_group)
+    options = _options("attach_bank", direct, experts, tp_group, sequence_dim)
     return _attach("attach_bank", attached, bank.plan.buffers, options, lambda b, path, weight: BankFactors(bank[path]), bank.plan.dtype)
 
 
@@ -162,6 +167,7 @@ def attach_trainable(
     direct: Sequence[str] | None = None,
     experts: str | None = None,
     tp_group=None,
+    sequence_dim: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Attached:
     """Train adapters on a model: its parameters are frozen, and every target gets A and B (`LoraFactors`) to train.
@@ -193,7 +199,8 @@ def attach_trainable(
         attached.factors.append(made)
         return made
 
-    found = _attach("attach_trainable", attached, buffers, _options("attach_trainable", direct, experts, tp_group), factors, None)
+    options = _options("attach_trainable", direct, experts, tp_group, sequence_dim)
+    found = _attach("attach_trainable", attached, buffers, options, factors, None, ("ranks", ranks, "scalings", scalings))
     trained = {id(p) for m in model.modules() if isinstance(m, LoraFactors) for p in m.parameters()}  # others' factors too
     for p in model.parameters():
         if id(p) not in trained and p.requires_grad:
@@ -202,10 +209,12 @@ def attach_trainable(
     return found
 
 
-def _options(where: str, direct, experts, tp_group) -> _Options:
+def _options(where: str, direct, experts, tp_group, sequence_dim) -> _Options:
     if experts not in MODES:
         raise ValueError(f'{_WHERE}.{where}: experts must be None, "parent" or "fused"; got {experts!r}.')
-    return _Options(None if direct is None else tuple(direct), experts, tp_group)
+    if sequence_dim is not None and (not isinstance(sequence_dim, int) or sequence_dim < 0 or tp_group is None):
+        raise ValueError(f"{_WHERE}.{where}: sequence_dim must be a dimension (0, 1, …), given with tp_group; got {sequence_dim!r}.")
+    return _Options(None if direct is None else tuple(direct), experts, tp_group, sequence_dim)
 
 
 def _find(model: nn.Module, layout: Model, layer: int, names: Sequence[str]) -> tuple[nn.Module, str, nn.Module] | None:
@@ -221,7 +230,7 @@ def _find(model: nn.Module, layout: Model, layer: int, names: Sequence[str]) -> 
     return None
 
 
-def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Options, factors, dtype) -> Attached:
+def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Options, factors, dtype, also: tuple = ()) -> Attached:
     """Look at everything first, then change the model."""
     model, layout = attached.model, attached.layout
     problems: list[str] = []
@@ -250,13 +259,16 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
                 problems.append(f"{path} is divided by rows; tp_group must be given, over which h is summed.")
             linears.append((one, path, module, p.path in direct if direct is not None else one.kind == "grouped"))
     found_experts = [_experts(model, layout, owner, group, options, problems) for owner, group in owners.items()]
-    if problems:
-        raise ValueError(f"{_WHERE}.{where}: nothing was attached:" + "".join(f"\n  - {p}" for p in problems))
+    if options.sequence_dim is not None:
+        problems += [f"{owner}: experts are not attached with sequence_dim; name selectors without them." for owner in owners]
+    Together(f"{_WHERE}.{where}", options.tp_group).step("attaching", lambda: _refuse(where, problems))
+    _same_everywhere(where, [also, *((b.key, b.a_shape, b.b_shape) for b in buffers)], options.tp_group)
     try:
         order = {key: n for n, key in enumerate(key for b in buffers for key in (b.key, *(p.path for p in b.places)))}
+        parallel = dict(tp_group=options.tp_group, sequence_dim=options.sequence_dim)
         for buffer, path, (parent, name, base), is_direct in linears:
             f = factors(buffer, path, getattr(base, "weight", next(base.parameters(), None)))
-            made = LoraLinear(base, f, buffer, attached.routing, direct=is_direct, tp_group=options.tp_group)
+            made = LoraLinear(base, f, buffer, attached.routing, direct=is_direct, **parallel)
             setattr(parent, name, made)
             attached._undo.append(lambda parent=parent, name=name, made=made: setattr(parent, name, made.release()))
             attached.linears[path] = made
@@ -267,6 +279,20 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
         attached.detach()
         raise
     return attached
+
+
+def _refuse(where: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise ValueError(f"{_WHERE}.{where}: nothing was attached:" + "".join(f"\n  - {p}" for p in problems))
+
+
+def _same_everywhere(where: str, own: list[tuple], group) -> None:
+    """Ranks whose factors have other shapes would wait for each other in the first sum, or add what does not belong together."""
+    first, *others = Together(_WHERE, group).gather(own)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            mine, theirs = next(((a, b) for a, b in zip(first, other) if a != b), (len(first), len(other)))
+            raise RuntimeError(f"{_WHERE}.{where}: all ranks must have the same factors; rank 0 has {mine}, rank {rank} {theirs}.")
 
 
 def _modules(model, layout: Model, buffer: Buffer, problems: list[str]) -> list[tuple[Buffer, str, tuple]]:

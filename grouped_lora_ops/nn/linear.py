@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ..layouts import Buffer, Shard
 from ..ops import delta, delta_, expand, shrink
 from .factors import BankFactors, LoraFactors
-from .parallel import enter_columns, sum_over
+from .parallel import enter_columns, gather_tokens, scatter_tokens, sum_over
 from .routing import Routing
 from .weight import stand_in
 
@@ -30,9 +31,13 @@ class LoraLinear(nn.Module):
     tp_group: tensor parallelism; x of a column projection is one that all ranks have, and the gradient that the delta
     gives it is summed over the group; h = A x of a row projection is summed before B reads it, and base must
     return the sum over ranks, as it does without LoRA.
+    sequence_dim: sequence parallelism; ranks divide the tokens between parallel layers along this dimension of x. A column
+    base is given the rank's tokens and returns all of them (only h, r numbers a token, is gathered for the delta), or
+    is given all, gathered by a parent whose backward sums over ranks; a row base returns the rank's tokens of the sum; a
+    replicated one keeps to the rank's tokens. adapter_ids are those of all tokens.
 
-    Errors: RuntimeError if the weight is not the one that the adapters were made for (sliced meanwhile, say) while one
-    is in use; without one the base's result is returned.
+    Errors: ValueError where base returns other tokens than that; RuntimeError if the weight is not the one that the adapters
+    were made for (sliced meanwhile, say) while one is in use; without one the base's result is returned.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class LoraLinear(nn.Module):
         *,
         direct: bool = False,
         tp_group=None,
+        sequence_dim: int | None = None,
     ):
         super().__init__()
         state = self.__dict__
@@ -55,7 +61,10 @@ class LoraLinear(nn.Module):
             self._modules["lora"] = factors
         self.buffer, self.routing, self.direct, self.tp_group = buffer, routing, direct, tp_group
         self.grouped = buffer.kind == "grouped"
-        self.shard = buffer.places[0].projection.facts.shard
+        facts = buffer.places[0].projection.facts
+        self.shard = facts.shard
+        divided = facts.shard in (Shard.COLUMN, Shard.ROW, Shard.REPLICATED) and not facts.whole_sequence
+        self.sequence_dim = sequence_dim if divided else None
         self.training = base.training
 
     def __getattr__(self, name: str):
@@ -91,6 +100,8 @@ class LoraLinear(nn.Module):
 
     def add_delta(self, x: Tensor, y: Tensor) -> Tensor:
         """y + delta for a y that someone else multiplied out. Without gradients y may be written in place."""
+        if self.sequence_dim is not None:
+            return self._add_divided(x, y)
         lead = x.shape[: -2 if self.grouped else -1]
         tokens = lead.numel()
         if self.routing.idle(tokens, x.device, isinstance(self.factors, LoraFactors)):
@@ -113,6 +124,45 @@ class LoraLinear(nn.Module):
             return delta(rows, a, b, ids, scalings, base=out, **options).view(y.shape)
         delta_(out, rows, a, b, ids, scalings, **options)
         return y
+
+    def _add_divided(self, x: Tensor, y: Tensor) -> Tensor:
+        """y + delta where ranks divide the tokens between parallel layers."""
+        dim, group, ndim = self.sequence_dim, self.tp_group, x.dim() - 1
+        size = torch.distributed.get_world_size(group)
+        whole = list(x.shape[:-1])
+        gathers = self.shard is Shard.COLUMN and y.shape[:-1] != x.shape[:-1]  # else its parent did
+        if gathers or self.shard is Shard.REPLICATED:
+            whole[dim] *= size
+        expected = list(x.shape[:-1]) if self.shard is Shard.REPLICATED else list(whole)
+        if self.shard is Shard.ROW:
+            expected[dim] //= size
+        if list(y.shape[:-1]) != expected or whole[dim] % size:
+            raise ValueError(
+                f"{_WHERE}: {self.buffer.key}: base must return tokens {expected} for x {list(x.shape[:-1])} with "
+                f"sequence_dim={dim} and {size} ranks; got {list(y.shape[:-1])}."
+            )
+        tokens = math.prod(whole)
+        if self.routing.idle(tokens, x.device, isinstance(self.factors, LoraFactors)):
+            return y
+        self._check_weight()
+        with without_autocast(x.device):
+            x = x.to(y.dtype)
+            ids, plan = self.routing.rows(tokens, x.device)
+            a, b, scalings, ranks = self.factors.stacks(x)
+            sizes = self.factors.out_sizes
+            rows, out = x.flatten(0, -2), y.flatten(0, -2)
+            own = ids.view(whole).chunk(size, dim)[torch.distributed.get_rank(group)].reshape(-1)
+            if self.shard is Shard.REPLICATED:
+                return delta(rows, a, b, own, scalings, base=out, out_sizes=sizes, ranks=ranks).view(y.shape)
+            if self.shard is Shard.COLUMN and not gathers:
+                return delta(rows, a, b, ids, scalings, base=out, out_sizes=sizes, ranks=ranks, plan=plan).view(y.shape)
+            if self.shard is Shard.COLUMN:
+                h = shrink(rows, a, own, ranks=ranks).unflatten(0, x.shape[:-1])
+                h = gather_tokens(h, dim, group).flatten(0, ndim - 1)
+                return expand(h, b, ids, scalings, base=out, out_sizes=sizes, ranks=ranks, plan=plan).view(y.shape)
+            h = shrink(rows, a, ids, ranks=ranks, plan=plan).unflatten(0, x.shape[:-1])
+            h = scatter_tokens(h, dim, group).flatten(0, ndim - 1)
+            return expand(h, b, own, scalings, base=out, out_sizes=sizes, ranks=ranks).view(y.shape)
 
     def _check_weight(self) -> None:
         wrong = misfit(self.buffer, self._parameters.get("weight"))
