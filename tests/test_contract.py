@@ -37,6 +37,8 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "adapters": {"adapters", "layouts", "_checks"},
     "nn": {"nn", "ops", "plan", "adapters", "layouts", "reference"},
     "sharding.py": {"ops", "adapters", "layouts"},
+    "selfcheck.py": {"ops", "plan"},
+    "doctor.py": {"_builds", "cuda", "driver", "launch", "selfcheck", "__version__"},
 }
 
 
