@@ -6,6 +6,7 @@ Every sentence has one form: `grouped_lora.<op>: <argument> must be <what>; got 
 from __future__ import annotations
 
 import os
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -55,8 +56,20 @@ def tensor_types(op: str, required: dict, optional: dict) -> None:
 
 
 def out_sizes_type(op: str, out_sizes) -> None:
-    if out_sizes is not None and not isinstance(out_sizes, (list, tuple)):
+    if out_sizes is None:
+        return
+    if not isinstance(out_sizes, (list, tuple)):
         raise TypeError(f"grouped_lora.{op}: out_sizes must be a list of int or None; got {type(out_sizes).__name__}.")
+    for size in out_sizes:
+        int_type(op, "out_sizes", size, "a list of int or None", "a list that holds ")
+
+
+def int_type(op: str, name: str, value, must: str = "an int", holds: str = "") -> None:
+    """TypeError unless value is an integer, ValueError where int32 cannot hold it."""
+    if not isinstance(value, (int, torch.SymInt)) and not isinstance(value, Integral):
+        raise TypeError(f"grouped_lora.{op}: {name} must be {must}; got {holds}{type(value).__name__}.")
+    if isinstance(value, int) and value >= 2**31:
+        fail(op, name, "below 2^31", f"{holds}{value}")
 
 
 def _device(op: str, first_name: str, first: Tensor, **others: Tensor | None) -> None:

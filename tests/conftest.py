@@ -37,6 +37,7 @@ def pytest_cmdline_main(config):
 
 def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="on a GPU, run the tests marked thorough, too")
+    parser.addoption("--fuzz-seconds", type=float, default=0, help="draw calls for test_fuzz.py this long, other ones each time")
 
 
 def pytest_configure(config):
@@ -129,7 +130,7 @@ def force(monkeypatch):
     shrink, expand, fused = launch.shrink, launch.expand, launch.fused
 
     def tall(config, p, **changes):
-        tiles = launch.tile_count(64, p.tokens, p.slots, config.mode == launch.SINGLE)
+        tiles = launch.tiles_of(config.mode, 64, p.tokens, p.slots)
         return replace(config, block_m=64, tiles=tiles, **changes)
 
     def apply(how: str):

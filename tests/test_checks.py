@@ -328,3 +328,27 @@ def test_devices_may_not_mix():
         OPS.delta(*[t.cuda() if n == "x" else t for n, t in arguments(base=None).items()])
     with pytest.raises(ValueError, match=r"^grouped_lora\.delta: x must be bfloat16, float16 or float32 on cuda; got float64"):
         OPS.delta(*[t.double().cuda() for t in arguments(base=None).values()])
+
+
+@pytest.mark.parametrize(
+    "call, error, sentence",
+    [
+        (lambda: glo.plan(zeros(3).int(), 2.5), TypeError, "plan: num_slots must be an int; got float."),
+        (lambda: glo.plan(zeros(3).int(), None), TypeError, "plan: num_slots must be an int; got NoneType."),
+        (lambda: glo.plan(zeros(3).int(), 2**31), ValueError, "plan: num_slots must be below 2^31; got 2147483648."),
+        (lambda: glo.expert_plan(zeros(3, 2).int(), None, "4", 1), TypeError, "expert_plan: num_experts must be an int; got str."),
+        (lambda: glo.expert_plan(zeros(3, 2).int(), None, 4, [1]), TypeError, "expert_plan: num_slots must be an int; got list."),
+        (
+            lambda: call("delta", out_sizes=[24, 1.5]),
+            TypeError,
+            "delta: out_sizes must be a list of int or None; got a list that holds float.",
+        ),
+    ],
+    ids=["float", "none", "wide", "str", "list", "out_sizes"],
+)
+def test_integers_that_are_none(call, error, sentence):
+    """The dispatcher's own words for these name neither the argument nor the cure, and come as RuntimeError."""
+    with pytest.raises(error) as refused:
+        call()
+    assert str(refused.value) == f"grouped_lora.{sentence}"
+    assert glo.plan(zeros(3).int(), torch.tensor([2]).numpy()[0]).shape == (7,), "numpy's integers are integers"

@@ -273,3 +273,20 @@ def test_sizes_of_zero(sizes):
     y.square().sum().backward()
     for name, grad in c.grads().items():
         assert grad.shape == getattr(c, name).shape, name
+
+
+@pytest.mark.parametrize("shared", ["lora_a", "lora_b", "both"])
+def test_a_rank_without_experts_takes_shared_factors(shared):
+    """E = 0: id 0 is E, the sentinel, and a factor that all experts share is read by nobody."""
+    ids, adapters, scalings = torch.tensor([[0, -1], [0, 0]]), torch.tensor([0, 0]), torch.ones(1)
+    a = torch.full((1, 1 if shared != "lora_b" else 0, 2, 8), NAN, requires_grad=True)
+    b = torch.full((1, 1 if shared != "lora_a" else 0, 6, 2), NAN, requires_grad=True)
+    x = torch.full((2, 8), NAN, requires_grad=True)
+    ops = [lambda: gl.expert_linear(x, torch.empty(0, 6, 8), a, b, ids, adapters, scalings, row_weights=torch.full((4,), NAN))]
+    if shared != "both":  # both shared says E = 1
+        ops.append(lambda: gl.expert_delta(x, a, b, ids, adapters, scalings, row_weights=torch.full((4,), NAN)))
+    for op in ops:
+        y = op()
+        assert_equal(y.detach(), torch.zeros(4, 6))
+        for t, grad in zip((x, a, b), torch.autograd.grad(y.sum(), (x, a, b))):
+            assert_equal(grad, torch.zeros_like(t))

@@ -29,9 +29,12 @@ def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, 
     Where csrc/plan.cu cannot be had or the sizes do not fit it: two launches; more than 4096 routes over more than 2046
     pairs are then sorted by torch.sort, in some launches more.
 
-    Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … E or an adapter outside −1 … L−1.
+    Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … E or an adapter outside −1 … L−1;
+    TypeError for wrong types.
     """
     _checks.tensor_types("expert_plan", {"topk_ids": topk_ids}, {"adapter_ids": adapter_ids})
+    _checks.int_type("expert_plan", "num_experts", num_experts)
+    _checks.int_type("expert_plan", "num_slots", num_slots)
     return _op(topk_ids, adapter_ids, num_experts, num_slots)
 
 

@@ -23,9 +23,10 @@ def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
     where csrc/plan.cu cannot be had or the sizes do not fit it), no host sync; its size depends on T and L alone, so a
     captured graph can make it anew at every replay.
 
-    Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … L−1.
+    Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … L−1; TypeError for wrong types.
     """
     _checks.tensor_types("plan", {"adapter_ids": adapter_ids}, {})
+    _checks.int_type("plan", "num_slots", num_slots)
     return _op(adapter_ids, num_slots)
 
 

@@ -26,9 +26,14 @@ def expert_delta(
     """y[m] = base[m] + row_weights[m] · scalings[l] · B[l, e] (A[l, e] x[m]), rounded once to x's dtype."""
     delta = route_delta(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, ranks)
     if row_weights is not None:
-        routed = active(expert_ids, max(lora_a.shape[1], lora_b.shape[1]))
+        routed = active(expert_ids, experts_of(lora_a, lora_b))
         delta = torch.where(routed & (delta != 0), delta * row_weights.to(delta.dtype).unsqueeze(1), delta)
     return add_to_base(delta, base, x.dtype)
+
+
+def experts_of(lora_a: Tensor, lora_b: Tensor) -> int:
+    """E as a pair says it: 1 only where both factors are shared."""
+    return lora_b.shape[1] if lora_a.shape[1] == 1 else lora_a.shape[1]
 
 
 def forms(lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +53,7 @@ def _buckets(x, a, b, expert_ids, adapter_ids, scalings, ranks, num_experts=None
     The factors take part in x's dtype (a float32 master is rounded to it) and are cut to the slot's rank.
     """
     acc = accumulator(x.dtype)
-    num_experts = num_experts or max(a.shape[1], b.shape[1])
+    num_experts = experts_of(a, b) if num_experts is None else num_experts
     for expert, slot, rows in bucket_rows(expert_ids, adapter_ids, num_experts, a.shape[0]):
         rank = a.shape[3] if ranks is None else min(int(ranks[slot]), a.shape[3])
         ea, eb = (expert if t.shape[1] > 1 else 0 for t in (a, b))
