@@ -18,6 +18,7 @@ from torch import Tensor
 from grouped_lora_ops import reference
 
 SCALINGS = (1.0, 0.5, -1.0, 2.0, 0.25)
+ROUTE_WEIGHTS = (1.0, 2.0, 0.5, -1.0, 257 / 32)  # bf16 would round the last
 LAYOUTS = ("dense", "dense", "slice", "odd", "rows", "transposed", "scattered", "expanded")
 # what has a gradient, in the order of the op's backward; base's is grad_y itself
 DIFFERENTIABLE = {
@@ -391,7 +392,7 @@ def experts(draw, ops=("expert_delta", "expert_linear"), device="cpu", kernels=F
     a, b = d.integers(3, L, ea, *((2,) if each else ()), r, D), d.integers(2, L, eb, *((2, N // 2) if b_halves else (N,)), r)
     halves = N % 2 == 0 and d.maybe("weight in halves")
     weight, bias = d.integers(2, E, *((2, N // 2) if halves else (N,)), D), d.integers(30, E, N)
-    base, weights = d.integers(50, T * K, N), d.among([1.0, 2.0, 0.5, -1.0], T * K)
+    base, weights = d.integers(50, T * K, N), d.among(ROUTE_WEIGHTS, T * K)
     scalings = torch.tensor(SCALINGS)[:L].clone()
     ranks = torch.randint(0, r + 1, (L,), generator=d.generator).int() if d.maybe("ranks") else None
     if d.maybe("poison"):
@@ -519,7 +520,7 @@ def mlps(draw, device="cpu", kernels=False):
     limit = 40.0 if activation in ("swiglu", "swigluoai") and d.maybe("clamped") else None
     scalings = torch.tensor([1.0, 0.5, -1.0])[:L]
     ranks = torch.randint(0, r + 1, (L,), generator=d.generator).int() if d.maybe("ranks") else None
-    weights = d.among([1.0, 2.0, 0.5, -1.0], T, K)
+    weights = d.among(ROUTE_WEIGHTS, T, K)
     if d.maybe("poison"):
         routed = ((ids >= 0) & (ids < E)).cpu()
         weights[~routed] = NAN

@@ -195,6 +195,7 @@ WRONG_CHOICES = {
     "num_experts": (-1, 2.5, "3", None, [1], 2**70),
 }
 OPTIONAL = ("base", "bias", "ranks", "plan", "row_weights", "b_gate_up", "b_down")
+FOLLOWERS = ("out", "adapter_ids", "scalings", *OPTIONAL)  # arguments whose shapes the other ones decide
 
 
 def spoilt(d: Draw, c: Call) -> str:
@@ -214,6 +215,10 @@ def spoilt(d: Draw, c: Call) -> str:
             ways += ["range"]
         if name not in OPTIONAL and name not in ("adapter_ids", "scalings") and not name.startswith(("lora", "gate", "down")):
             ways += ["none"]
+        if name in FOLLOWERS and value.dim():
+            ways += ["longer", "shorter"] if 0 not in value.shape else ["longer"]
+        if name.endswith(("_a", "_b")) and c.op != "shrink" and value.dim() > 2:
+            ways += ["slots"]
         if c.op.endswith("_") and value.is_floating_point() and name != "scalings":
             ways += ["requires grad"]
     way = d.of(*ways, label="way")
@@ -225,6 +230,14 @@ def spoilt(d: Draw, c: Call) -> str:
         value = value.to(d.of(torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn, label="dtype"))
     elif way == "axes":
         value = value[None, None, None]
+    elif way in ("longer", "slots"):
+        axis = 0 if way == "slots" else d(st.integers(0, value.dim() - 1), label="axis")
+        shape = list(value.shape)
+        shape[axis] = 1
+        value = torch.cat([value, value.new_zeros(shape)], axis)
+    elif way == "shorter":
+        axis = d(st.integers(0, value.dim() - 1), label="axis")
+        value = value.narrow(axis, 0, value.shape[axis] - 1)
     elif way == "scalar":
         value = torch.zeros((), dtype=value.dtype)
     elif way == "device":
@@ -296,7 +309,8 @@ def check_refusal(bad):
     except (ValueError, TypeError) as error:
         sentence = str(error)
         assert re.fullmatch(rf"grouped_lora\.{c.op}: \w+ must [^\n]+\.", sentence), sentence
-        assert not certain or sentence.split()[1] == what.split(":")[0] or "device" in what or "ids: range" in what, (what, sentence)
+        named = sentence.split()[1] == what.split(":")[0]
+        assert named or not certain or what.endswith(("device", "range", "slots")), (what, sentence)
         if before is not None:
             assert torch.equal(*(t.view(torch.uint8) for t in (surroundings(out), before))), "out was written"
     else:
