@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from grouped_lora_ops import launch
-from grouped_lora_ops.ops import common
+from grouped_lora_ops.ops import common, prepared
 
 from . import workloads
 from .measure import GpuTimer, sets_for
@@ -113,6 +113,13 @@ def candidates(p: launch.Problem, best: tuple[dict, bool] | None = None) -> dict
     return found
 
 
+def use(config: launch.DeltaConfig | None) -> None:
+    """Make the op take config (None: its own choice); what it remembers of an earlier choice goes."""
+    launch.delta = DEFAULT if config is None else lambda p: config
+    common.configured.cache_clear()
+    prepared.forget()
+
+
 def call(w, t, shared, plan):
     torch.ops.grouped_lora.delta_(
         t["out"], t["x"], t["lora_a"], t["lora_b"], shared["adapter_ids"], shared["scalings"],
@@ -136,7 +143,7 @@ def compile_some(names_and_labels: list[tuple[str, str]]) -> list[str]:
         shared, made, plan = prepare(w, 1)
         p = problem_of(w)
         config = {**candidates(p), **candidates(p, shrinks(p)[0])}[label]
-        launch.delta = lambda p, config=config: config
+        use(config)
         try:
             call(w, made[0], shared, plan)
             torch.cuda.synchronize()
@@ -167,7 +174,7 @@ def precompile(chosen, workers: int) -> None:
 def measure(w, configs: dict, made: list, shared: dict, plan, timer: GpuTimer) -> list[dict]:
     first, bits, rows = made[0]["out"].clone(), None, []
     for label, config in configs.items():
-        launch.delta = lambda p, config=config: config
+        use(config)
         try:
             made[0]["out"].copy_(first)
             call(w, made[0], shared, plan)
@@ -202,6 +209,7 @@ def main() -> None:
         best = min((r for r in rows if r["label"].startswith("two")), key=lambda r: r["us"])
         best = next(s for s in shrinks(p) if best["label"].startswith(f"two {s} "))
         rows += measure(w, candidates(p, best), made, shared, plan, timer)
+        use(None)
         rows.sort(key=lambda r: r["us"])
         differ = [r["label"] for r in rows if not r["same_bits"]]
         peer = min(w.peers.values())

@@ -121,7 +121,8 @@ def force(monkeypatch):
 
     cuda: csrc/delta.cu (on a GPU); merged: the groups' rows in one tile; spread: two clusters share N; early: not
     started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused,
-    split, whole: delta in one launch, or two with the sum over D cut or not. tall: 64-row tiles and several blocks of N
+    split, whole: delta in one launch, or two with the sum over D cut or not; span: three of its chunks a program. scan: few
+    slots are sorted as many are. tall: 64-row tiles and several blocks of N
     a program.
     """
     from grouped_lora_ops import launch
@@ -139,6 +140,8 @@ def force(monkeypatch):
         prepared.forget()
         if "plan" in words:
             monkeypatch.setattr(launch, "SCAN_TOKENS", 0)
+        if "scan" in words:
+            monkeypatch.setattr(launch, "SLOTS_MOST", 0)
         if "tall" in words:
             monkeypatch.setattr(launch, "shrink", lambda p, *args, **kw: tall(shrink(p, *args, **kw), p))
             monkeypatch.setattr(launch, "expand", lambda p, **kw: tall(expand(p, **kw), p, block_n=64, loop=4))
@@ -157,8 +160,9 @@ def force(monkeypatch):
 
             monkeypatch.setattr(launch, "delta", choose)
         elif "split" in words:
+            span = 3 if "span" in words else 1
             monkeypatch.setattr(
-                launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))
+                launch, "delta", lambda p: launch.DeltaConfig(None, replace(launch.shrink(p, True), span=span), launch.expand(p))
             )
         elif "whole" in words:
             monkeypatch.setattr(launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p), launch.expand(p)))

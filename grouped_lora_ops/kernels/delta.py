@@ -80,6 +80,7 @@ def delta_kernel(
     h = shrink_rows(
         x + group * (x_g * X_VEC), a_base, T, D * X_VEC, x_d, a_r, a_d, wide_rows * (x_t * X_VEC), active, 0, rank,
         BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, 0, CHUNKS, CHUNKS == 1, EVEN_K, PRECISION,
+        None, None, None, None, None, False,
     )  # fmt: skip
     h = tl.where((tl.arange(0, BLOCK_R) < rank)[None, :] & active[:, None], h, 0.0)
     high, low, scale = split(h, OUT)

@@ -17,8 +17,9 @@ def shrink_rows(
     x, a, T, D, x_d, a_r, a_d, row_offsets, active, r0, rank,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
     first, last, ONE: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    out, h_c, keep, scaling, written, APART: tl.constexpr,
 ):  # fmt: skip
-    """Sum of chunks first … last−1 of x Aᵀ for one tile, in an order that D alone fixes.
+    """Sum of chunks first … last−1 of x Aᵀ for one tile, in an order that D alone fixes; APART: chunk c's sum to out + c · h_c.
 
     Pieces of 128 columns are summed from zero upwards; pieces are added in order to their chunk's sum, chunks in order
     to the total (ONE: there is one chunk, and no such sum to hold in registers). That makes a row's bits the same in
@@ -50,7 +51,10 @@ def shrink_rows(
             acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         if not ONE:
             if step % STEPS == STEPS - 1:
-                total += part
+                if APART:
+                    tl.store(out + (step // STEPS) * h_c, tl.where(keep, part, 0.0) * scaling, mask=written)
+                else:
+                    total += part
                 part = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         x_ptrs += BLOCK_K * x_d
         a_ptrs += BLOCK_K * a_d
@@ -61,7 +65,10 @@ def shrink_rows(
     elif end % STEPS != 0:
         if end % PIECE_STEPS != 0:
             part = tl.fma(acc, 1.0, part)
-        total += part
+        if APART:
+            tl.store(out + (end // STEPS) * h_c, tl.where(keep, part, 0.0) * scaling, mask=written)
+        else:
+            total += part
     return total
 
 
@@ -73,13 +80,13 @@ def shrink_kernel(
     x_t: "i64", x_g: "i64", x_d: "i64", a_l: "i64", a_g: "i64", a_r: "i64", a_d: "i64",
     h_c: "i64", h_t: "i64", h_g: "i64",
     SIZES: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, FILL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, FILL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr,
     A_VEC: tl.constexpr, A_UNIT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x's axes (t, g, d), a's (l, g, r, d); unit axes are 2 for x, 3 (d) or 2 (r) for a, −1 for none.
 
-    SPLIT: one chunk a program, its sum at h[chunk]; else the whole of D. FILL: rows without an adapter and columns
+    SPAN: so many chunks a program, their sums at h[chunk]; 0: the sum of all. FILL: rows without an adapter and columns
     past the rank are written as zeros. SIZES: group g reads that slice of x's and a's last axis, in place of D.
     """
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
@@ -88,7 +95,10 @@ def shrink_kernel(
     r_blocks = tl.cdiv(R, BLOCK_R)
     tile = tl.program_id(0) // r_blocks
     r0 = (tl.program_id(0) % r_blocks) * BLOCK_R
-    chunk = tl.program_id(1)
+    first = tl.program_id(1) * SPAN
+    last = tl.minimum(first + SPAN, CHUNKS)
+    if SPAN == 0:
+        last = CHUNKS
     group = tl.program_id(2)
     slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M, BLOCK_T, BLOCK_L)
     if slot > L or (slot == L and not FILL):
@@ -100,7 +110,9 @@ def shrink_kernel(
         rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
     columns = r0 + tl.arange(0, BLOCK_R)
     wide_rows = rows.to(tl.int64)
-    out = h + chunk * h_c + group * h_g + wide_rows[:, None] * h_t + columns[None, :]
+    out = h + group * h_g + wide_rows[:, None] * h_t + columns[None, :]
+    if SPAN <= 1:
+        out += first * h_c
     if r0 >= rank:
         if FILL:
             tl.store(out, tl.zeros((BLOCK_M, BLOCK_R), tl.float32), mask=inside[:, None] & (columns < R)[None, :])
@@ -124,22 +136,20 @@ def shrink_kernel(
     load_rank = rank
     if A_UNIT == 2:  # whole vectors: what lies past the rank only reaches columns that are zeroed below
         load_rank = tl.minimum((rank + A_VEC - 1) // A_VEC * A_VEC, R)
-    first = 0
-    last = CHUNKS
-    if SPLIT:
-        first = chunk
-        last = chunk + 1
+    scaling = 1.0
+    if scalings is not None:
+        scaling = tl.load(scalings + slot)
+    keep = (columns < rank)[None, :] & active[:, None]
+    written = active[:, None] & (columns < R)[None, :]
+    if FILL:
+        written = inside[:, None] & (columns < R)[None, :]
     total = shrink_rows(
         x_base, a_base, T, D, x_d, a_r, a_d, wide_rows * (x_t * X_VEC), active, r0, load_rank,
-        BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, SPLIT, EVEN_K, PRECISION,
+        BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, SPAN == 1, EVEN_K, PRECISION,
+        out, h_c, keep, scaling, written, SPAN > 1,
     )  # fmt: skip
-    total = tl.where((columns < rank)[None, :] & active[:, None], total, 0.0)
-    if scalings is not None:
-        total *= tl.load(scalings + slot)
-    if FILL:
-        tl.store(out, total, mask=inside[:, None] & (columns < R)[None, :])
-    else:
-        tl.store(out, total, mask=active[:, None] & (columns < R)[None, :])
+    if SPAN <= 1:
+        tl.store(out, tl.where(keep, total, 0.0) * scaling, mask=written)
 
 
 def strides(t: Tensor, unit: int, width: int) -> tuple:
@@ -169,8 +179,9 @@ def shrink(
     if a_unit == 3:
         x_vec = a_vec = min(x_vec, a_vec)
     even = features % config.block_k == 0
-    slices = None
+    slices, span = None, config.span if config.split else 0
     if sizes is not None:
+        span = min(span, 1)  # a short slice lacks the last chunks, whose sums must be written all the same
         x_vec = math.gcd(x_vec, *sizes)
         if a_unit == 3:
             a_vec = x_vec
@@ -180,7 +191,7 @@ def shrink(
     launch(
         name,
         shrink_kernel,
-        (config.tiles * cdiv(rank, config.block_r), config.chunks if config.split else 1, groups),
+        (config.tiles * cdiv(rank, config.block_r), cdiv(config.chunks, span) if span else 1, groups),
         (
             x, a, h, ids, plan, ranks, scalings,
             tokens, slots, features // x_vec if x_unit == 2 else features, rank, ids.stride(0),
@@ -190,7 +201,7 @@ def shrink(
         ),
         (
             slices, config.mode, config.block_m, config.block_r, config.block_k, config.chunk, config.chunks,
-            config.split, fill, config.block_t, config.block_l, x_vec, x_unit, a_vec, a_unit, even,
+            span, fill, config.block_t, config.block_l, x_vec, x_unit, a_vec, a_unit, even,
             config.precision, config.pdl,
         ),
         config.num_warps,
