@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import torch
@@ -31,7 +32,9 @@ def latency(run: Run) -> list[dict]:
         w = w.tiny() if run.tiny else w
         case = Case(w, "delta", run.device, run.tiny)
         run.check(LATENCY, f"{w.name}: ours has the reference's bits on small integers", case.mismatch is None)
-        if case.mismatch:
+        wrong: list = [None, None]
+        dist.all_gather_object(wrong, case.mismatch, group=run.group)
+        if any(wrong):  # no figure from a wrong kernel, whichever rank it ran on
             print(f"rank {run.rank}: {w.name}: {case.mismatch}", flush=True)
             continue
         sets = case.timed.sets
@@ -39,8 +42,8 @@ def latency(run: Run) -> list[dict]:
         ways["torch"], _ = _right_ones(case, "torch", who.variants("delta", "torch", case.timed))
         one = who.Inputs(replace(w, slots=1, mix="uniform"), sets, case.shared)
         ways["torch_bmm"] = {"bmm": who.variants("delta", "torch", one)["bmm"]}
-        weight = torch.randn(w.G, w.N, w.D, device=run.device, dtype=w.dtype)
-        ways["base_bmm"] = {"": [lambda t=t, w=weight: torch.bmm(t["x"].transpose(0, 1), w.transpose(1, 2)) for t in sets]}
+        weights = [torch.randn(w.G, w.D, w.N, device=run.device, dtype=w.dtype) for _ in sets]  # cold, as a layer finds its own
+        ways["base_bmm"] = {"": [lambda t=t, v=v: torch.bmm(t["x"].transpose(0, 1), v) for t, v in zip(sets, weights)]}
         dropped: dict = {}
         try:
             ways["sglang"], dropped = _right_ones(case, "sglang", who.variants("delta", "sglang", case.timed))
@@ -61,10 +64,13 @@ def latency(run: Run) -> list[dict]:
             round_us = timer.graph(found[names[0]])
             dist.barrier(group=run.group)
             round_us()
-            times = sorted(round_us() for _ in range(measure.ROUNDS))
-            both: list = [None, None]
-            dist.all_gather_object(both, times[len(times) // 2], group=run.group)
-            more = dict(variant=names[0], us_by_rank=[round(us, 3) for us in both], dropped=dropped if contender == "sglang" else {})
+            times: list = [None, None]
+            dist.all_gather_object(times, sorted(round_us() for _ in range(measure.ROUNDS)), group=run.group)
+            both = [statistics.median(t) for t in times]
+            slower = times[both.index(max(both))]
+            more = dict(variant=names[0], variants=tried, us_by_rank=[round(us, 3) for us in both], min_us=slower[0])
+            more |= dict(zip(("q1_us", "q3_us"), statistics.quantiles(slower, n=4)[::2]))
+            more |= {"dropped": dropped} if contender == "sglang" else {}
             if rows and rows[-1]["workload"] == w.name:
                 ours = next(r for r in rows if r["workload"] == w.name)
                 more["times_ours"] = max(both) / ours["us"]
@@ -73,7 +79,7 @@ def latency(run: Run) -> list[dict]:
         if run.rank == 0:
             figures = [f"{r['contender']} {r['us']}" for r in rows if r["workload"] == w.name]
             print(f"  {w.name}: {', '.join(figures)} µs", flush=True)
-        del case, sets, ways, one
+        del case, sets, ways, one, weights
         if run.cuda:
             torch.cuda.empty_cache()
     return rows

@@ -125,7 +125,8 @@ def _output_projection(run: Run, what: str, whole, own, x, x_own, base, mine, ot
             slots = [projection.bank.load("b", other) for projection in (whole, own)]
             run.check(part, f"{what}: the swapped adapter has the slot of the old one", slots[0] == slots[1])
         with whole.attached.using(of_tokens), own.attached.using(of_tokens):
-            want = whole.add(x, out_whole, base)[:, mine]
+            full = whole.add(x, out_whole, base)
+            want = full[:, mine]
             got = {}
             for name, step in steps.items():
                 if graphs:
@@ -137,7 +138,7 @@ def _output_projection(run: Run, what: str, whole, own, x, x_own, base, mine, ot
             run.equal(part, f"{what}, {stage}: the rank's groups have the unsharded bits", got["given base"], want)
             joined = [torch.empty_like(got["given base"]) for _ in range(2)]
             dist.all_gather(joined, got["given base"].contiguous(), group=run.group)
-            run.equal(part, f"{what}, {stage}: both ranks' groups joined are the unsharded output", torch.cat(joined, 1), out_whole)
+            run.equal(part, f"{what}, {stage}: both ranks' groups joined are the unsharded output", torch.cat(joined, 1), full)
             rows = torch.tensor([n is None for n in of_tokens], device=run.device)
             run.equal(part, f"{what}, {stage}: rows without an adapter keep base's bits", got["given base"][rows], base_own[rows])
             if stage != "no adapter":
