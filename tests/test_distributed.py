@@ -54,7 +54,7 @@ def test_two_ranks(tmp_path):
     assert contenders == {(t, name) for t in (8, 9) for name in ("ours", "torch", "torch_bmm", "base_bmm")}
     for row in run["rows"]:
         assert row["us"] == max(row["us_by_rank"]) > 0 and ("times_ours" in row) == (row["contender"] != "ours")
-    assert [m["off_diagonal_bytes"] for m in run["memory"]] == [t * 4 * 3 * 24 * 2 for t in (8, 300)]
+    assert [m["off_diagonal_bytes"] for m in run["wo_a"]] == [t * 4 * 3 * 24 * 2 for t in (8, 300)]
 
 
 # what is spoilt in one run, on both ranks alike, and what must be found

@@ -7,7 +7,7 @@ Every check compares a rank with the unsharded computation on its own device (a 
 exit status 1 if anything in it is wrong. An exception on one rank ends both, and a collective that waits for a rank that is
 gone ends with the process group's timeout.
 
-FILE.json is as `bench/results.py` says, with "link" (nvidia-smi topo -m), "memory" and "checks" beside the rows. us is the
+FILE.json is as `bench/results.py` says, with "link" (nvidia-smi topo -m), "wo_a" and "checks" beside the rows. us is the
 slower rank's; us_by_rank has both. Contenders: ours; torch, its best way of several; torch_bmm, two batched products as if all
 rows had one adapter; base_bmm, the base product of the same shape; sglang, its best kernel.
 """
@@ -69,7 +69,7 @@ def merged(of_ranks: list[list[dict]]) -> list[dict]:
     return list(found.values())
 
 
-def table(checks: list[dict], rows: list[dict], memory: list[dict], seconds: dict[str, float]) -> str:
+def table(checks: list[dict], rows: list[dict], notes: list[dict], seconds: dict[str, float]) -> str:
     def number(value) -> str:
         return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
@@ -79,8 +79,8 @@ def table(checks: list[dict], rows: list[dict], memory: list[dict], seconds: dic
             part = c["part"]
             lines.append(part)
         lines.append(f"  {'ok    ' if c['ok'] else 'FAILED'} {c['check']:100} {number(c['value']):>10} {number(c['bound']):>10}")
-    lines.append("memory: bytes of a G×G output less its diagonal, never allocated")
-    lines += [f"  {', '.join(f'{k} {v}' for k, v in note.items())}" for note in memory]
+    lines.append("wo_a: off_diagonal_bytes are those of a G×G output less its diagonal, which is never allocated")
+    lines += [f"  {', '.join(f'{k} {v}' for k, v in note.items())}" for note in notes]
     lines.append("latency of wo_a's delta on a rank, µs (slower rank); × ours")
     for r in rows:
         times = f"{r['times_ours']:.2f} ×" if "times_ours" in r else f"{r['pct_of_floor']} % of the floor"
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     head |= {"gpus": 2 if cuda else 0, "backend": backend, "link": link()}
     if rank == 0:
         print(f"two ranks on {head['gpu']}, {backend}, link {head['link']}; torch {torch.__version__}", flush=True)
-    memory, rows, checks, seconds = [], [], [], {}
+    notes, rows, checks, seconds = [], [], [], {}
     for name in args.parts:
         start = time.perf_counter()
         if rank == 0:
@@ -138,16 +138,16 @@ def main(argv: list[str] | None = None) -> int:
         if name == LATENCY:
             rows = latency(run)
         else:
-            memory = PARTS[name](run) or memory
+            notes = PARTS[name](run) or notes
         seconds[name] = round(time.perf_counter() - start, 1)
         gathered: list = [None, None]
         dist.all_gather_object(gathered, run.checks)
         checks = merged(gathered)
         if rank == 0 and args.out:  # after every part: what a later one breaks off is not lost
             finished = name == args.parts[-1]
-            results.write(args.out, head | {"finished": finished, "seconds": seconds, "memory": memory, "checks": checks}, rows)
+            results.write(args.out, head | {"finished": finished, "seconds": seconds, "wo_a": notes, "checks": checks}, rows)
     if rank == 0:
-        print(table(checks, rows, memory, seconds), flush=True)
+        print(table(checks, rows, notes, seconds), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     return 0 if all(c["ok"] for c in checks) else 1

@@ -119,7 +119,7 @@ def _output_projection(run: Run, what: str, whole, own, x, x_own, base, mine, ot
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog looks at events meanwhile
                     result = step()
                 graphs[name] = graph, result
-    largest = 0.0
+    largest, same_product = 0.0, False
     for stage, of_tokens in names.items():
         if stage == "swapped in place":
             slots = [projection.bank.load("b", other) for projection in (whole, own)]
@@ -144,6 +144,8 @@ def _output_projection(run: Run, what: str, whole, own, x, x_own, base, mine, ot
             if stage != "no adapter":
                 moved = float((got["given base"] != base_own)[~rows].float().mean())
                 run.above(part, f"{what}, {stage}: share of elements that an adapter changes", moved, 0.5)
+            if stage == "captured":
+                same_product = torch.equal(got["own product"], whole.whole_step(x)[:, mine])
             largest = max(largest, far(got["own product"], got["given base"]))
             if stage == "swapped in place":
                 _errors(run, what, own, x_own, base_own, got["given base"], of_tokens)
@@ -151,6 +153,7 @@ def _output_projection(run: Run, what: str, whole, own, x, x_own, base, mine, ot
     run.below(part, f"{what}: base by the rank's own product instead, relative difference", largest, 1e-2)
     size = out.element_size()
     note = {"T": tokens, "G": own.groups, "N": n, "off_diagonal_bytes": tokens * own.groups * (own.groups - 1) * n * size}
+    note["own_product_has_the_unsharded_bits"] = same_product
     note["off_diagonal_bytes_unsharded"] = tokens * groups * (groups - 1) * n * size
     if run.cuda:
         with own.attached.using(names["captured"]):
