@@ -19,7 +19,7 @@ LATENCY = "latency"
 def shares() -> list[Workload]:
     """What a rank of two runs: 4 of 8 groups, two adapters of different rank, a third of the rows without one."""
     shape = dict(D=4096, N=1024, G=4, layout="grouped", rank=max(V4_RANKS), slots=2, true_ranks=V4_RANKS, mix="some")
-    return [Workload(f"tp2-wo_a-r{V4_RANKS[0]}+{V4_RANKS[1]}-S2-T{tokens}", tokens, **shape) for tokens in (8, 8192)]
+    return [Workload(f"tp2-wo_a-r{max(V4_RANKS)}-S2-T{tokens}", tokens, **shape) for tokens in (8, 8192)]
 
 
 def latency(run: Run) -> list[dict]:
@@ -68,7 +68,7 @@ def latency(run: Run) -> list[dict]:
             dist.all_gather_object(times, sorted(round_us() for _ in range(measure.ROUNDS)), group=run.group)
             both = [statistics.median(t) for t in times]
             slower = times[both.index(max(both))]
-            more = dict(variant=names[0], variants=tried, us_by_rank=[round(us, 3) for us in both], min_us=slower[0])
+            more = dict(ranks=list(w.true_ranks), variant=names[0], variants=tried, us_by_rank=[round(us, 3) for us in both], min_us=slower[0])
             more |= dict(zip(("q1_us", "q3_us"), statistics.quantiles(slower, n=4)[::2]))
             more |= {"dropped": dropped} if contender == "sglang" else {}
             if rows and rows[-1]["workload"] == w.name:
