@@ -14,10 +14,11 @@ import torch
 import grouped_lora_ops as gl
 from grouped_lora_ops import driver
 
-from . import measure
+from . import measure, results
 from .workloads import named
 
 CONTENDERS = ("ours",)
+METHOD = "the CPU's time until a call returns, median of 600 calls"
 
 
 def pieces(case):
@@ -50,7 +51,7 @@ def pieces(case):
 
 
 @pytest.mark.parametrize("case", named("wo_a-r16-S8-T1", "plain-r16-S8-T8", "wo_a-r16-S8-T256"), indirect=True, ids=lambda w: w.name)
-def test_host(case, contender, benchmark, device):
+def test_host(case, contender, benchmark, keep, device):
     gpu, figures = device.type == "cuda", {}
     for name, mode, call in pieces(case):
         with mode():
@@ -59,5 +60,6 @@ def test_host(case, contender, benchmark, device):
             figures[name] = measure.host_us(call, calls=200 if gpu else 1, rounds=3 if gpu else 1, sync=sync)[1]
     headline = next(iter(figures.values()))
     benchmark.pedantic(lambda: measure.advance(headline), rounds=1)
-    benchmark.extra_info["pieces"] = figures
+    pieces_us = {name: round(us, 3) for name, us in figures.items()}
+    keep(results.row(case.w, "host", contender, headline, method=METHOD, pieces=pieces_us), case.w.peers)
     print(f"\n{case.w.name}: µs of the CPU a call" + "".join(f"\n  {us:8.2f}  {name}" for name, us in figures.items()))

@@ -28,10 +28,11 @@ from .workloads import Workload
 
 HERE = Path(__file__).resolve().parent
 OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan", "expert_delta", "linear")}
-OPS |= {"bench_wgrad": "train", "bench_host": "delta"}
+OPS |= {"bench_wgrad": "train", "bench_host": "delta", "bench_tax": "tax"}
 
 _rows = pytest.StashKey[list]()
 _timer = pytest.StashKey[object]()
+_started = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
@@ -50,7 +51,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--tiny") and not torch.cuda.is_available():
         torch.set_num_threads(1)  # tiny products: threads on a busy machine wait for each other, up to 100 ms a product
-    config.stash[_rows] = []
+    config.stash[_rows], config.stash[_started] = [], results.now()
     sys.path.extend(config.getoption("--peer-path"))
     names = config.getoption("--contenders").split(",")
     if unknown := sorted(set(names) - set(who.NAMES)):
@@ -201,7 +202,22 @@ def case(request, device):
 
 
 @pytest.fixture
-def figure(benchmark, request, timer):
+def keep(benchmark, request, timer):
+    """keep(row, peers): for --bench-json, and with its run's head for pytest-benchmark's own JSON."""
+
+    def keep_it(row: dict, peers: dict | None = None) -> None:
+        config = request.config
+        if benchmark.enabled:
+            config.stash[_rows].append(row)
+        head = results.header(row["op"], timer.method, config.getoption("--tiny"), _commit(config))
+        head["date"] = config.stash[_started]
+        benchmark.extra_info.update(row | {"run": head, "peers": dict(peers or {})})
+
+    return keep_it
+
+
+@pytest.fixture
+def figure(benchmark, keep):
     """figure(w, op, contender, round_us, …): time it, hand it to pytest-benchmark, keep the row."""
 
     def time_it(w: Workload, op: str, contender: str, round_us, rounds: int = measure.ROUNDS, **more) -> float:
@@ -215,11 +231,9 @@ def figure(benchmark, request, timer):
         benchmark.pedantic(one_round, rounds=rounds, warmup_rounds=1)
         times = times[1:] or times
         us = statistics.median(times)
-        row = results.row(w, op, contender, us, min_us=min(times), **more)
-        if benchmark.enabled:
-            request.config.stash[_rows].append(row)
-        head = {"gpu": results.gpu_name(), "versions": results.versions(), "method": timer.method}
-        benchmark.extra_info.update(row | head | {"commit": _commit(request.config), "peers": dict(w.peers)})
+        if len(times) >= 4:
+            more["q1_us"], _, more["q3_us"] = statistics.quantiles(times, n=4, method="inclusive")
+        keep(results.row(w, op, contender, us, min_us=min(times), **more), w.peers)
         return us
 
     return time_it

@@ -40,7 +40,7 @@ class ExpertWorkload:
     shared: str = ""  # "a", "b": factors that all experts share
     dtype: torch.dtype = torch.bfloat16
     sizes: tuple[int, int, int, int] | None = None  # in place of the model's
-    peers: Mapping[str, float] = field(default_factory=dict, compare=False)  # published µs, see workloads.SOURCE
+    peers: Mapping[str, float] = field(default_factory=dict, compare=False)  # published µs, see grouped_lora_ops.report.tables.PEERS
     published_floor: float | None = field(default=None, compare=False)
 
     @property

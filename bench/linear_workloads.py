@@ -20,7 +20,8 @@ class LinearWorkload(Workload):
     """A `Workload` ("plain" or "grouped") with the base weight [N, D] or [G, N, D]."""
 
     def tiny(self) -> LinearWorkload:
-        return replace(self, T=min(self.T, 9), G=min(self.G, 3), slots=min(self.slots, 3), D=64, N=32, rank=8)
+        active = None if self.active is None else min(self.active, 3)
+        return replace(self, T=min(self.T, 9), G=min(self.G, 3), slots=min(self.slots, 3), D=64, N=32, rank=8, active=active)
 
     @property
     def bar(self) -> float:
@@ -71,6 +72,20 @@ LINEAR = [
     *_linear("wo_a_g8", G=8, N=1024, layout="grouped"),
     *_linear("plain", N=4096),
 ]
+
+
+def _tax(family: str, **shape) -> list[LinearWorkload]:
+    """Ranks, and adapters that occur of a bank's 32: as many as there are tokens at most."""
+    return [
+        LinearWorkload(f"{family}-r{rank}-a{active}-T{tokens}", tokens, rank=rank, slots=32, active=active, D=4096, **shape)
+        for tokens in (1, 8, 64, 1024, 8192)
+        for rank in (8, 16, 32, 64, 128, 256)
+        for active in (0, 1, 8, 32)
+        if active <= tokens
+    ]
+
+
+TAX = [*_tax("wo_a_g4", G=4, N=1024, layout="grouped"), *_tax("plain", N=4096)]
 
 
 def with_weight(w: LinearWorkload, made: dict[str, Tensor], seed: int, integers: bool) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ figures.
  "floor_us": 0.21, "pct_of_floor": 5.5, "bar_us": 3.7, "best_peer": "sglang best", "best_peer_us": 9.0, …}
 ]}
 
-us is µs per call; pct_of_floor is 100 · floor / us (100 = at the floor). A row whose `method` differs from
-the run's has one of its own. `variants` holds the figures of every way a contender could do it; `us` is the
+us is µs per call; pct_of_floor is 100 · floor / us (100 = at the floor); q1_us and q3_us are the quartiles of the rounds. A row
+whose `method` differs from the run's has one of its own. `variants` holds the figures of every way a contender could do it; `us` is the
 best one's.
 """
 
@@ -27,10 +27,11 @@ from pathlib import Path
 
 import torch
 
+from grouped_lora_ops.report.runs import SCHEMA
+
 from . import workloads
 from .workloads import Workload
 
-SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -64,6 +65,7 @@ def commit() -> str:
         return "unknown"
 
 
+@functools.cache
 def source() -> str:
     """A hash of the package's sources: says which code ran where there is no git."""
     digest = hashlib.sha256()
@@ -73,11 +75,15 @@ def source() -> str:
     return digest.hexdigest()[:12]
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def header(suite: str, method: str, tiny: bool, commit_id: str | None = None) -> dict:
     return {
         "schema": SCHEMA,
         "suite": suite,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": now(),
         "gpu": gpu_name(),
         "versions": versions(),
         "commit": commit_id or commit(),
@@ -100,7 +106,7 @@ def facts(w: Workload, op: str) -> dict:
         "active": workloads.batch(w).adapters,
         "layout": w.layout,
         "dtype": str(w.dtype).removeprefix("torch."),
-        "floor_us": workloads.floor_us(w, op),
+        "floor_us": None if op == "host" else workloads.floor_us(w, op),
         "bar_us": workloads.bar_us(w, op),
         "best_peer": peer,
         "best_peer_us": w.peers[peer] if peer else None,
@@ -111,8 +117,9 @@ def row(w: Workload, op: str, contender: str, us: float, **more) -> dict:
     of_workload = w.facts(op) if hasattr(w, "facts") else facts(w, op)
     figures = {name: of_workload.pop(name) for name in ("floor_us", "bar_us", "best_peer", "best_peer_us")}
     made = {"op": op, "workload": w.name, "contender": contender, **of_workload, "us": round(us, 3)}
-    made["floor_us"] = round(figures["floor_us"], 3)
-    made["pct_of_floor"] = round(100 * figures["floor_us"] / us, 1)
+    floor = figures["floor_us"]  # None: of the CPU's time there is none
+    made["floor_us"] = None if floor is None else round(floor, 3)
+    made["pct_of_floor"] = None if floor is None else round(100 * floor / us, 1)
     made["bar_us"] = None if figures["bar_us"] is None else round(figures["bar_us"], 3)
     made |= {"best_peer": figures["best_peer"], "best_peer_us": figures["best_peer_us"]}
     rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in more.items()}
@@ -124,16 +131,3 @@ def write(path: Path, head: dict, rows: list[dict]) -> None:
     body = json.dumps(head, ensure_ascii=False)[:-1] + ', "rows": [\n' + lines + "\n]}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(body, encoding="utf-8")
-
-
-def read(path: Path) -> dict:
-    run = json.loads(path.read_text(encoding="utf-8"))
-    if run.get("schema") != SCHEMA:
-        raise ValueError(f"{path.name}: schema {run.get('schema')!r}, this version reads {SCHEMA}")
-    return run
-
-
-def committed(folder: Path = RESULTS) -> list[dict]:
-    """Every run on a GPU, oldest first."""
-    runs = [read(path) for path in sorted(folder.rglob("*.json"))]
-    return sorted((run for run in runs if not run["tiny"]), key=lambda run: run["date"])

@@ -25,7 +25,6 @@ from torch import Tensor
 HBM_BYTES_PER_US = 4.3e6
 FLOPS_PER_US = {torch.bfloat16: 790e6, torch.float16: 790e6, torch.float32: 67e6}  # fp32: CUDA cores, no TF32
 IDS_SEED = 8
-SOURCE = "measured 2026-11-29 on an H200 by the same method, torch 2.11, Triton 3.6, sglang 0.5.23, vLLM's Triton kernels"
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,10 @@ class Workload:
     layout: str = "plain"
     out_sizes: tuple[int, ...] | None = None  # stacked only: unequal slices
     dtype: torch.dtype = torch.bfloat16
-    mix: str = "uniform"  # or "skewed" (90 % of the tokens share an adapter), "one" (all do), "none" (all −1)
+    mix: str = "uniform"  # or "skewed" (90 % of the tokens share an adapter), "one" (all do), "none" (all −1), "some" (−1 is one more)
     true_ranks: tuple[int, ...] | None = None  # of the slots, cycled; None: every slot has the full rank
-    peers: Mapping[str, float] = field(default_factory=dict)  # published µs, see SOURCE
+    active: int | None = None  # so many adapters occur, for as many tokens each; None: what mix draws
+    peers: Mapping[str, float] = field(default_factory=dict)  # published µs, see grouped_lora_ops.report.tables.PEERS
 
     @property
     def width(self) -> int:
@@ -82,15 +82,20 @@ class Workload:
         shape = {"D": 40, "N": 41, "rank": 3} if odd else {"D": 64, "N": 32, "rank": 8}
         ranks = tuple(max(1, 8 * r // self.rank) for r in self.true_ranks) if self.true_ranks else None
         small = {"T": min(self.T, 9), "G": min(self.G, 3), "slots": min(self.slots, 3)}
+        small["active"] = None if self.active is None else min(self.active, 3)
         return replace(self, out_sizes=sizes, true_ranks=ranks, peers={}, **small, **shape)
 
 
 def adapter_ids(w: Workload) -> Tensor:
     """[T] int32 on the CPU, the same for every run of every machine."""
+    if w.active is not None:
+        ids = torch.arange(w.T, dtype=torch.int32) % max(w.active, 1)
+        shuffled = ids[torch.randperm(w.T, generator=torch.Generator().manual_seed(IDS_SEED))]
+        return shuffled if w.active else torch.full_like(ids, -1)
     if w.mix in ("none", "one"):
         return torch.full((w.T,), -1 if w.mix == "none" else 0, dtype=torch.int32)
     generator = torch.Generator().manual_seed(IDS_SEED)
-    ids = torch.randint(0, w.slots, (w.T,), generator=generator, dtype=torch.int64)
+    ids = torch.randint(-(w.mix == "some"), w.slots, (w.T,), generator=generator, dtype=torch.int64)
     if w.mix == "skewed":
         ids[torch.rand(w.T, generator=generator) < 0.9] = 0
     return ids.to(torch.int32)

@@ -10,6 +10,7 @@ import importlib
 import sys
 
 COMMANDS = {  # command: (module, what it does)
+    "report": ("report", "draw benchmark results, compare them with earlier ones, write the README's tables"),
     "doctor": ("doctor", "check this machine: versions, GPU, kernels, cache, and every op on exact numbers"),
 }
 PROG = "python -m grouped_lora_ops"

@@ -3,7 +3,6 @@ run."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import measure, report, results, workloads  # noqa: E402
+from bench import linear_workloads, measure, results, workloads  # noqa: E402
+from grouped_lora_ops.report import runs as result_files  # noqa: E402
 
 # name: floor and bar as the tables print them
 PUBLISHED = {
@@ -170,17 +170,6 @@ def write(folder: Path, run: dict) -> Path:
     return path
 
 
-@pytest.fixture
-def files(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    return readme, tmp_path / "results"
-
-
-def report_main(files, *options: str) -> int:
-    return report.main([*options, "--readme", str(files[0]), "--results", str(files[1])])
-
-
 def test_a_row_says_how_far_from_the_floor_it_is():
     ours, torch_row = run_of(4.2, "2026-11-30T10:00:00Z")["rows"]
     assert (ours["floor_us"], ours["pct_of_floor"], ours["bar_us"]) == (0.213, 5.1, 3.745)
@@ -191,55 +180,41 @@ def test_a_row_says_how_far_from_the_floor_it_is():
 def test_results_survive_the_file_and_put_a_row_on_a_line(tmp_path):
     run = run_of(4.2, "2026-11-30T10:00:00Z")
     path = write(tmp_path, run)
-    assert results.read(path) == run
+    assert result_files.read(path) == [run]
     assert len(path.read_text().splitlines()) == len(run["rows"]) + 2
 
 
-def test_an_unknown_schema_is_refused(tmp_path):
-    path = tmp_path / "old.json"
-    path.write_text(json.dumps({"schema": 0, "rows": []}))
-    with pytest.raises(ValueError, match="old.json: schema 0, this version reads 1"):
-        results.read(path)
+def test_adapters_that_are_asked_for_occur_equally_often():
+    for active in (0, 1, 8, 32):
+        ids = workloads.adapter_ids(workloads.Workload("w", 64, 64, 64, 16, 32, active=active))
+        assert ids.unique(return_counts=True)[1].tolist() == ([64 // active] * active if active else [64])
+        assert (ids >= 0).all() == bool(active)
 
 
-def test_report_writes_checks_and_notices_what_is_stale(files, capsys):
-    readme, folder = files
-    write(folder, run_of(4.2, "2026-11-30T10:00:00Z"))
-    assert report_main(files, "--check") == 1 and "stale" in capsys.readouterr().err
-    assert report_main(files) == 0 and report_main(files, "--check") == 0
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| wo_a-r16-S2-T8 | 0.21 | **4.2** | 5 | 3.7 | 9.0 (sglang best) | 19.7 (gather) |" in text
-    write(folder, run_of(3.9, "2026-12-01T10:00:00Z", "def5678"))
-    assert report_main(files, "--check") == 1
-    readme.write_text(text.replace("4.2", "1.0"))
-    assert report_main(files, "--check") == 1
+def test_the_tax_is_measured_wherever_so_many_adapters_can_occur():
+    names = {w.name for w in linear_workloads.TAX}
+    assert len(names) == len(linear_workloads.TAX) == 2 * 6 * (2 + 3 + 4 + 4 + 4)
+    assert all(workloads.batch(w).adapters == w.active for w in linear_workloads.TAX)
 
 
-def test_the_newest_figure_counts_and_tiny_runs_never(files):
-    readme, folder = files
-    write(folder, run_of(3.9, "2026-12-01T10:00:00Z", "def5678"))
-    write(folder, run_of(4.2, "2026-11-30T10:00:00Z"))
-    write(folder, run_of(0.1, "2026-12-02T10:00:00Z", "aaa0000", tiny=True))
-    report_main(files)
-    text = readme.read_text()
-    assert "**3.9**" in text and "**4.2**" not in text and "**0.1**" not in text
-    assert "2026-12-01 at def5678" in text
+@pytest.mark.parametrize("broken", ["linear", "delta_"])
+def test_the_taxs_gate_notices_a_wrong_bit(broken, monkeypatch):
+    import grouped_lora_ops as glo
+    from bench import bench_tax
 
+    w = next(w for w in linear_workloads.TAX if w.active == 8).tiny()
+    shared = workloads.shared_inputs(w, torch.device("cpu"))
+    t = linear_workloads.integer_set(w, torch.device("cpu"))
+    assert bench_tax.mismatch(w, shared, None, t) is None
+    right = getattr(glo, broken)
 
-def test_without_results_the_report_says_how_to_get_some(files):
-    assert report_main(files) == 0
-    assert report.EMPTY in files[0].read_text()
+    def wrong(first, *args, **kwargs):
+        y = right(first, *args, **kwargs)
+        (first if y is None else y)[(-1,) * first.dim()] += 1
+        return y
 
-
-def test_a_readme_without_the_markers_is_an_error(files, capsys):
-    files[0].write_text("nothing here")
-    assert report_main(files) == 1
-    assert "has no <!-- bench:start -->" in capsys.readouterr().err
-
-
-def test_the_readme_shows_the_committed_results():
-    assert report.main(["--check"]) == 0
+    monkeypatch.setattr(glo, broken, wrong)
+    assert bench_tax.mismatch(w, shared, None, t) == {"linear": "linear", "delta_": "base, then delta_"}[broken]
 
 
 # --- the suites themselves, tiny, on the CPU ---
@@ -247,14 +222,14 @@ def test_the_readme_shows_the_committed_results():
 
 def test_every_suite_runs_at_tiny_sizes(tmp_path):
     pytest.importorskip("pytest_benchmark")
-    out = tmp_path / "tiny.json"
+    out, theirs = tmp_path / "tiny.json", tmp_path / "pytest-benchmark.json"
     command = [sys.executable, "-m", "pytest", str(ROOT / "bench"), "--tiny", "-q", "-p", "no:cacheprovider"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}  # it is no process of xdist's
     done = subprocess.run(
-        [*command, "--bench-json", str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
+        [*command, "--bench-json", str(out), f"--benchmark-json={theirs}"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    run = results.read(out)
+    (run,) = result_files.read(out)
     assert run["tiny"] and {row["op"] for row in run["rows"]} == {
         "delta",
         "shrink",
@@ -264,6 +239,12 @@ def test_every_suite_runs_at_tiny_sizes(tmp_path):
         "expert_delta",
         "expert_train",
         "linear",
+        "host",
+        "tax",
     }
     assert {row["contender"] for row in run["rows"]} >= {"ours", "reference", "torch"}
     assert all(row["us"] > 0 for row in run["rows"])
+    of_theirs = [row for one in result_files.read(theirs) for row in one["rows"]]
+    assert sorted(of_theirs, key=str) == sorted(run["rows"], key=str)
+    heads = [{key: value for key, value in one.items() if key not in ("rows", "suite")} for one in result_files.read(theirs)]
+    assert all(head | {"date": run["date"]} == {k: v for k, v in run.items() if k not in ("rows", "suite")} for head in heads)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import math
 import random
 import subprocess
 import sys
 from pathlib import Path
 
+import fake_gpu
 import pytest
 import torch
+from cases import build
 
 import grouped_lora_ops as gl
 from grouped_lora_ops import launch
@@ -37,6 +42,7 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "adapters": {"adapters", "layouts", "_checks"},
     "nn": {"nn", "ops", "plan", "adapters", "layouts", "reference"},
     "sharding.py": {"ops", "adapters", "layouts"},
+    "report": {"report"},
     "selfcheck.py": {"ops", "plan"},
     "doctor.py": {"_builds", "cuda", "driver", "launch", "selfcheck", "__version__"},
 }
@@ -161,3 +167,60 @@ def test_a_launch_table_comes_first_and_may_not_change_bits(tmp_path, monkeypatc
     finally:
         monkeypatch.undo()
         launch.table.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [3, 200])
+@pytest.mark.parametrize("op", ["delta", "delta_", "shrink", "expand", "linear"])
+def test_groups_cost_no_launch_no_tile_and_no_square(monkeypatch, op, tokens):
+    """As many launches as for one group, G times their programs at most; memory grows as G does, not as G²."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("without a GPU the interpreter stands in for one")
+    gpu = fake_gpu.install(monkeypatch, "ctypes")
+    gpu.quiet, gpu.run_kernel = True, lambda seen, parameters: None  # recorded, not run
+    run = importlib.import_module(f"grouped_lora_ops.ops.{op.rstrip('_')}")
+    implementation = run._cuda_ if op.endswith("_") else run._cuda
+    launches, elements = {}, {}
+    for groups in (1, 2, 4, 8):
+        c = build("wo_a", groups=groups, tokens=tokens, features=64, out=32, rank=8, poison=False)
+        h, weight = torch.zeros(tokens, groups, 8), torch.zeros(groups, 32, 64, dtype=c.x.dtype)
+        args = {
+            "delta": (*c.factors, c.base),
+            "delta_": (c.base, *c.factors),
+            "shrink": (c.x, c.a, c.ids),
+            "expand": (h, c.b, c.ids, c.scalings),
+            "linear": (c.x, weight, *c.factors[1:]),
+        }[op]
+        implementation.table.clear()
+        gpu.launches.clear()
+        implementation(*args)
+        implementation(*args)
+        (held,) = implementation.table.values()
+        launches[groups] = [math.prod(seen.grid) for seen in gpu.launches]
+        elements[groups] = sum(math.prod(shape) for shape, *_ in held.made)
+    assert launches[1] and len({len(found) for found in launches.values()}) == 1
+    for one, *more in zip(*launches.values()):
+        assert all(programs <= groups * one for groups, programs in zip((2, 4, 8), more))
+    assert elements[8] - elements[4] == 2 * (elements[4] - elements[2])
+
+
+def test_no_op_needs_torchs_grouped_product(monkeypatch):
+    """Which GPUs and versions have torch's grouped product differs: everything runs without it, forward and backward."""
+
+    def absent(*args, **kwargs):
+        raise RuntimeError("no grouped product here")
+
+    for place, name in ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"), (torch, "_scaled_grouped_mm")):
+        if hasattr(place, name):
+            monkeypatch.setattr(place, name, absent)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    make = functools.partial(torch.ones, device=device)
+    x, ids, weights = make(3, 8), torch.tensor([[0, 1], [2, -1], [1, 1]], device=device), make(3, 2)
+    pairs = [make(2, 3, 4, 8), make(2, 3, 12, 4), make(2, 3, 4, 6), make(2, 3, 8, 4)]
+    tensors = [t.requires_grad_() for t in (x, weights, make(3, 12, 8), make(3, 8, 6), *pairs)]
+    x, weights, w_gate_up, w_down, *pairs = tensors
+    adapters, scalings = torch.tensor([0, 1, -1], device=device), make(2)
+    gl.expert_mlp(x, ids, weights, w_gate_up, w_down, *pairs, adapters, scalings).sum().backward()
+    assert all(t.grad.any() for t in tensors)
+    gl.expert_linear(x, w_gate_up, *pairs[:2], ids, adapters, scalings).sum().backward()
+    gl.expert_delta(x, *pairs[:2], ids, adapters, scalings).sum().backward()
