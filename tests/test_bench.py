@@ -67,6 +67,8 @@ def test_the_ids_hold_as_many_adapters_as_the_published_batches(tokens, slots, a
 def test_mixes():
     skewed = workloads.adapter_ids(workloads.Workload("w", 8192, 64, 64, 16, 8, mix="skewed"))
     assert 0.88 < (skewed == 0).float().mean() < 0.94 and skewed.unique().numel() == 8
+    some = workloads.Workload("w", 8192, 64, 64, 16, 2, mix="some")
+    assert workloads.adapter_ids(some).unique().tolist() == [-1, 0, 1] and 0.3 < workloads.batch(some).rows / 8192 - 1 / 3 < 0.37
     none = workloads.Workload("w", 8, 64, 64, 16, 8, mix="none")
     assert workloads.adapter_ids(none).eq(-1).all() and workloads.floor_us(none) == 0
 
