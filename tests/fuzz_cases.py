@@ -172,6 +172,8 @@ class Draw:
         t, layout = t.to(dtype), self.of(*LAYOUTS[: -1 if writable else None], label=f"{name} lies")
         if t.dim() < 2 and layout == "transposed" or t.dim() == 0:
             layout = "dense"
+        if layout == "expanded" and not t.isfinite().all():
+            layout = "dense"  # what must not be read would be everywhere
         if layout == "expanded":
             axis = self.draw(st.integers(0, t.dim() - 1), label=f"{name} repeats")
             t = t.to(self.device)

@@ -42,6 +42,23 @@ def test_sizes_of_zero_and_one(kernels, size):
     assert all(torch.equal(u, v) for u, v in zip(got, want))
 
 
+@pytest.mark.parametrize("tokens, slots, out", [(0, 3, 8), (5, 3, 0), (5, 0, 8), (0, 0, 0)])
+def test_groups_that_share_h_without_tokens_slots_or_features(kernels, tokens, slots, out):
+    ids = torch.full((tokens,), min(slots, 1) - 1, device=kernels.device)
+    x, a, b = integers(kernels, tokens, 8), integers(kernels, slots, 2, 8), integers(kernels, slots, 2, out, 2)
+    weight, bias, grad_y = integers(kernels, 2, out, 8), integers(kernels, 2, out), integers(kernels, tokens, 2, out)
+    h, scalings = integers(kernels, tokens, 2), torch.ones(slots, device=kernels.device)
+    rest = (ids, scalings, None, None, None)
+    calls = {
+        "expand_backward": (grad_y, h, b, *rest, [True] * 2),
+        "delta_backward": (grad_y, x, a, b, *rest, [True] * 3),
+        "linear_backward": (grad_y, x, weight, a, b, ids, scalings, bias, None, None, None, [True] * 5),
+    }
+    for name, args in calls.items():
+        for got, want in zip(getattr(kernels, name)(*args), getattr(gl.reference, name)(*args)):
+            assert got.dtype == want.dtype and torch.equal(got, want), name
+
+
 def test_an_empty_slice(kernels):
     x, a, b = integers(kernels, 5, 8), integers(kernels, 3, 3, 2, 8), integers(kernels, 3, 12, 2)
     ids, scalings = torch.tensor([0, 1, -1, 2, 0], device=kernels.device), torch.ones(3, device=kernels.device)

@@ -174,7 +174,7 @@ def grad_h(name, grad_y, h_groups: int, h_grouped: bool, lora_b, adapter_ids, sc
     dy, b = common.grouped(grad_y, 3), common.grouped(lora_b, 4)
     sizes = tuple(out_sizes) if out_sizes is not None and h_grouped else None
     if not h_grouped and dy.shape[1] != 1:  # all groups' products are one sum
-        dy, b = dy.reshape(dy.shape[0], 1, -1), b.reshape(b.shape[0], 1, -1, b.shape[3])
+        dy, b = dy.flatten(1).unsqueeze(1), b.flatten(1, 2).unsqueeze(1)
     return run_shrink(name, dy, b.transpose(2, 3), h_groups, adapter_ids, ranks, plan, scalings, sizes)
 
 
