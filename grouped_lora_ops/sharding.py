@@ -193,7 +193,14 @@ def local_expert_ids(topk_ids: Tensor, experts: slice) -> Tensor:
     return torch.where(inside, topk_ids - experts.start, -1)
 
 
-def sum_gradients(factors: Sequence, model: Model, *, tp_group=None, ep_group=None, sequence_parallel: bool = False) -> None:
+def sum_gradients(
+    factors: Sequence,
+    model: Model,
+    *,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    ep_group: torch.distributed.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> None:
     """Complete the gradients of factors that several ranks hold, in place, before the optimizer's step.
 
     factors: `Attached.factors`. Which factor is summed over which group is the layout's `gradient_sums`; sums, never

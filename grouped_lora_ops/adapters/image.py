@@ -7,6 +7,7 @@ storage [L, image], with the image's length as the stride over slots.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +63,7 @@ def plan_bank(
     slots: int,
     rank: int,
     dtype: torch.dtype = torch.bfloat16,
-    selectors=None,
+    selectors: Sequence[str] | None = None,
     share: Share = WHOLE,
     fused: bool = False,
     shared_outer: bool = False,

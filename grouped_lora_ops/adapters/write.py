@@ -33,7 +33,7 @@ def write_adapter(
     base: Base,
     form: str = "peft",
     layers: Sequence[int] | None = None,
-    group=None,
+    group: torch.distributed.ProcessGroup | None = None,
     everywhere: bool = False,
 ) -> None:
     """Write an adapter so that it can be loaded, or raise: there is nothing in between.

@@ -57,7 +57,7 @@ class Size:
     def __floordiv__(self, other):
         return Size("//", (self, other))
 
-    def floor(self, other):
+    def floor(self, other: Size) -> Size:
         """The quotient as transformers takes it where a config states no size of its own."""
         return Size("floor", (self, other))
 

@@ -127,7 +127,7 @@ def attach_bank(
     *,
     direct: Sequence[str] | None = None,
     experts: str | None = None,
-    tp_group=None,
+    tp_group: torch.distributed.ProcessGroup | None = None,
     sequence_dim: int | None = None,
 ) -> Attached:
     """Serve a model with the adapters of a bank: every projection that the bank has buffers for reads its slots.
@@ -166,7 +166,7 @@ def attach_trainable(
     gate_up_each: bool = True,
     direct: Sequence[str] | None = None,
     experts: str | None = None,
-    tp_group=None,
+    tp_group: torch.distributed.ProcessGroup | None = None,
     sequence_dim: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Attached:

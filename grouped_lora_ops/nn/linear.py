@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class LoraLinear(nn.Module):
         routing: Routing,
         *,
         direct: bool = False,
-        tp_group=None,
+        tp_group: torch.distributed.ProcessGroup | None = None,
         sequence_dim: int | None = None,
     ):
         super().__init__()
@@ -82,7 +83,7 @@ class LoraLinear(nn.Module):
         self._modules.pop("lora", None)
         return self.base
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> LoraLinear:
         self.base.train(mode)
         return super().train(mode)
 
@@ -95,7 +96,7 @@ class LoraLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"{type(self.base).__name__}, {self.buffer.kind}"
 
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.add_delta(x, self.base(x, *args, **kwargs))
 
     def add_delta(self, x: Tensor, y: Tensor) -> Tensor:
