@@ -140,7 +140,7 @@ def test_everything_public_is_typed(name):
         if inspect.isfunction(value):
             look(where, value, 0)
         elif inspect.isclass(value):
-            for attribute, method in vars(value).items():
+            for attribute, method in list(vars(value).items()):
                 if attribute in getattr(value, "__annotations__", {}):
                     continue  # a field whose default is a function
                 static = isinstance(method, staticmethod)
