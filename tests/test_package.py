@@ -84,7 +84,7 @@ def test_an_sdist_makes_a_complete_wheel(tmp_path):
     clean, unpacked = tmp_path / "clean", tmp_path / "unpacked"
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "cubins")
     clean.mkdir()
-    for name in ("grouped_lora_ops", "csrc"):
+    for name in ("grouped_lora_ops", "csrc", "tests"):
         shutil.copytree(ROOT / name, clean / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, clean)
@@ -92,6 +92,7 @@ def test_an_sdist_makes_a_complete_wheel(tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(unpacked, filter="data")
     (unpacked,) = unpacked.iterdir()
+    assert not (unpacked / "tests").exists(), "a part of the tests, without what they import"
     assert (unpacked / "CHANGELOG.md").is_file() and (unpacked / "csrc" / "launcher.c").is_file()
     wheel = zipfile.ZipFile(build("wheel", unpacked, tmp_path, GROUPED_LORA_BUILD_ARCHS=""))
     packed = set(wheel.namelist())
