@@ -12,9 +12,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-SINGLE, SCAN, PLAN, SLOTS = 0, 1, 2, 3  # as in kernels.tile
-SCAN_TOKENS = 128  # up to here every program finds its rows among the ids itself and no plan is read
-SLOTS_TOKENS, SLOTS_MOST = 128, 64  # up to so many rows and slots every slot has programs of its own, most of them idle
+SINGLE, SCAN, PLAN = 0, 1, 2  # as in kernels.tile
+SCAN_TOKENS = 128  # up to here every program sorts the ids itself and no plan is read
 PARTS = 8  # D is cut into at most this many chunks
 
 
@@ -50,6 +49,8 @@ class ShrinkConfig:
     num_warps: int
     num_stages: int
     span: int = 1  # chunks a program takes in turn, where split
+    eager: bool = False  # one slot: x is asked for before the ids are known, so also where no row has the adapter
+    warm: bool = False  # calls what the expand will add to into the L2
     pdl: bool = False  # the expand behind it may start early
     early: bool = False  # it may itself start before the kernel ahead has ended
 
@@ -189,13 +190,6 @@ def tile_count(block_m: int, tokens: int, slots: int, single: bool) -> int:
     return (tokens + (block_m - 1) * min(tokens, slots + 1)) // block_m
 
 
-def tiles_of(mode: int, block_m: int, tokens: int, slots: int) -> int:
-    """Programs along the rows."""
-    if mode == SLOTS:
-        return (slots + 1) * cdiv(tokens, block_m)
-    return tile_count(block_m, tokens, slots, mode == SINGLE)
-
-
 def row_mode(tokens: int, slots: int) -> int:
     return SINGLE if slots == 1 else SCAN if tokens <= SCAN_TOKENS else PLAN
 
@@ -205,24 +199,13 @@ def has_pdl(arch: str) -> bool:
     return int(arch.removeprefix("sm_")) >= 90
 
 
-def _masked_mode(tokens: int, slots: int) -> int:
-    """As `row_mode`; with few rows and slots, SLOTS in SCAN's place."""
-    mode = row_mode(tokens, slots)
-    return SLOTS if mode == SCAN and tokens <= SLOTS_TOKENS and slots <= SLOTS_MOST else mode
-
-
-def _height(mode: int, block_m: int, tokens: int) -> int:
-    """Rows of a tile; with SLOTS one tile holds all rows where it can, or a slot's B would be read for each."""
-    return max(block_m, min(64, power_of_2(tokens))) if mode == SLOTS else block_m
-
-
 def needs_plan(tokens: int, slots: int) -> bool:
     return row_mode(tokens, slots) == PLAN
 
 
 def _blocks(mode: int, tokens: int, slots: int) -> tuple[int, int]:
     """(BLOCK_T, BLOCK_L): few distinct values, so that few kernels are compiled."""
-    if mode in (SINGLE, SLOTS):
+    if mode == SINGLE:
         return 16, 16
     block_l = max(16, power_of_2(slots + 1))
     if mode == PLAN:
@@ -241,14 +224,13 @@ def estimated_tiles(p: Problem, block_m: int) -> int:
 
 
 def _shrink(p: Problem, block_m: int, block_r: int, block_k: int, num_warps: int, num_stages: int, split: bool) -> ShrinkConfig:
-    mode = _masked_mode(p.tokens, p.slots)
+    mode = row_mode(p.tokens, p.slots)
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
-    block_m = _height(mode, block_m, p.tokens)
     if p.itemsize == 4:
         block_k //= 2
     return ShrinkConfig(
         mode=mode,
-        tiles=tiles_of(mode, block_m, p.tokens, p.slots),
+        tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
         block_r=block_r,
         block_k=block_k,
@@ -293,7 +275,7 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
 
 def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
     """As `shrink`: small tiles while programs are few, then several blocks of N a program behind one load of h."""
-    mode, rows, block_r = _masked_mode(p.tokens, p.slots), _rows_per_slot(p), rank_block(p.rank, p.itemsize)
+    mode, rows, block_r = row_mode(p.tokens, p.slots), _rows_per_slot(p), rank_block(p.rank, p.itemsize)
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
     work = p.tokens * p.groups
     block_m, block_n, num_warps, loop, num_stages = 16, 128, 4, 1, 1
@@ -315,10 +297,9 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
     if block_r > 64 or p.itemsize == 4:
         num_stages = min(num_stages, 2)
         block_m = min(block_m, 64 if p.itemsize == 2 else 32)
-    block_m = _height(mode, block_m, p.tokens)
     return ExpandConfig(
         mode=mode,
-        tiles=tiles_of(mode, block_m, p.tokens, p.slots),
+        tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
         block_n=block_n,
         rank_block=block_r,
@@ -337,7 +318,7 @@ def fused(p: Problem, block_m: int, **changes) -> FusedConfig:
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
     config = FusedConfig(
         mode=mode,
-        tiles=tiles_of(mode, block_m, p.tokens, p.slots),
+        tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
         block_m=block_m,
         block_n=64,
         block_k=64 if p.itemsize == 2 else 32,
@@ -439,7 +420,7 @@ def _triton(p: Problem) -> DeltaConfig:
 def _retile(config, p: Problem, changes: dict):
     """A configuration with a rule's changes; the number of tiles follows the tile height."""
     config = replace(config, **changes)
-    return replace(config, tiles=tiles_of(config.mode, config.block_m, p.tokens, p.slots))
+    return replace(config, tiles=tile_count(config.block_m, p.tokens, p.slots, config.mode == SINGLE))
 
 
 def plan(tokens: int, slots: int) -> PlanConfig:

@@ -121,8 +121,8 @@ def force(monkeypatch):
 
     cuda: csrc/delta.cu (on a GPU); merged: the groups' rows in one tile; spread: two clusters share N; early: not
     started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused,
-    split, whole: delta in one launch, or two with the sum over D cut or not; span: three of its chunks a program. scan: few
-    slots are sorted as many are. tall: 64-row tiles and several blocks of N
+    split, whole: delta in one launch, or two with the sum over D cut or not; span: three of its chunks a
+    program, which asks for x before it knows the ids. tall: 64-row tiles and several blocks of N
     a program.
     """
     from grouped_lora_ops import launch
@@ -131,7 +131,7 @@ def force(monkeypatch):
     shrink, expand, fused = launch.shrink, launch.expand, launch.fused
 
     def tall(config, p, **changes):
-        tiles = launch.tiles_of(config.mode, 64, p.tokens, p.slots)
+        tiles = launch.tile_count(64, p.tokens, p.slots, config.mode == launch.SINGLE)
         return replace(config, block_m=64, tiles=tiles, **changes)
 
     def apply(how: str):
@@ -140,8 +140,6 @@ def force(monkeypatch):
         prepared.forget()
         if "plan" in words:
             monkeypatch.setattr(launch, "SCAN_TOKENS", 0)
-        if "scan" in words:
-            monkeypatch.setattr(launch, "SLOTS_MOST", 0)
         if "tall" in words:
             monkeypatch.setattr(launch, "shrink", lambda p, *args, **kw: tall(shrink(p, *args, **kw), p))
             monkeypatch.setattr(launch, "expand", lambda p, **kw: tall(expand(p, **kw), p, block_n=64, loop=4))
@@ -160,9 +158,9 @@ def force(monkeypatch):
 
             monkeypatch.setattr(launch, "delta", choose)
         elif "split" in words:
-            span = 3 if "span" in words else 1
+            more = {"span": 3, "eager": True, "warm": True} if "span" in words else {}
             monkeypatch.setattr(
-                launch, "delta", lambda p: launch.DeltaConfig(None, replace(launch.shrink(p, True), span=span), launch.expand(p))
+                launch, "delta", lambda p: launch.DeltaConfig(None, replace(launch.shrink(p, True), **more), launch.expand(p))
             )
         elif "whole" in words:
             monkeypatch.setattr(launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p), launch.expand(p)))

@@ -12,11 +12,11 @@ from .expert_expand import load_b
 from .expert_linear import base_rows
 from .shrink import strides
 from .tile import (
-    INTERPRETED,
     SINGLE,
     dot,
     dot_split,
     launch,
+    prefetch,
     round_to,
     slice_bounds,
     split,
@@ -66,13 +66,6 @@ def slots_of_rows(ids, rows, inside, ids_stride, L, BLOCK_M: tl.constexpr):
 @triton.jit
 def nth_slot(bucket, first, order, i):
     return tl.max(tl.where(first & (order == i), bucket, 0), 0)
-
-
-@triton.jit
-def prefetch(ptrs):
-    """Call the 128 bytes around each address into the L2."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1)
 
 
 @triton.jit

@@ -21,7 +21,6 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 SINGLE = tl.constexpr(0)  # one slot: tiles are runs of rows, ids mask them
 SCAN = tl.constexpr(1)  # few rows: every program sorts adapter_ids itself, no plan is needed or read
 PLAN = tl.constexpr(2)  # the plan lists the rows slot by slot
-SLOTS = tl.constexpr(3)  # few rows, few slots: a program for every slot and run of rows, ids mask them; nothing is sorted
 
 
 @triton.jit
@@ -49,15 +48,6 @@ def tile_rows(
         inside = rows < T
         active = (tl.load(ids + rows * ids_stride, mask=inside, other=-1) == 0) & inside
         slot = tile * 0
-    elif MODE == SLOTS:
-        blocks = (T + BLOCK_M - 1) // BLOCK_M
-        slot = tile // blocks
-        rows = (tile % blocks) * BLOCK_M + lane
-        there = rows < T
-        ident = tl.load(ids + rows * ids_stride, mask=there, other=-1)
-        inside = there & (tl.where((ident >= 0) & (ident < L), ident, L).to(tl.int32) == slot)
-        active = inside & (slot < L)
-        slot = tl.where(tl.max(inside.to(tl.int32), 0) > 0, slot, L + 1)
     elif MODE == SCAN:
         offsets = tl.arange(0, BLOCK_T)
         there = offsets < T
@@ -161,6 +151,13 @@ def dot_split(high, low, scale, w, acc, PRECISION: tl.constexpr):
     else:
         acc = dot(high, w, acc, PRECISION)
     return acc
+
+
+@triton.jit
+def prefetch(ptrs):
+    """Call the 128 bytes around each address into the L2."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1)
 
 
 @triton.jit
