@@ -376,7 +376,7 @@ def test_the_meta_device():
 
 def test_what_the_readme_shows(tmp_path):
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n([^`]*nn\.attach_bank[^`]*)```", readme)
+    (block,) = re.findall(r"```python\n([^`]*attached\.using[^`]*)```", readme)
     model, bank = Toy(), AdapterBank(plan_bank(LAYOUT, slots=2, rank=4, dtype=torch.float32))
     bank.load("first", random_adapter(LAYOUT, scaling=0.2))
     x = inputs(2)

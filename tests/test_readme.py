@@ -2,16 +2,41 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import safetensors.torch
 import torch
+import torch._dynamo.testing
+from adapter_cases import random_adapter
+from toy_model import CONFIG, Toy
 
 import grouped_lora_ops as gl
+from grouped_lora_ops import layouts
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
+
+
+SHOWN = {  # a word of every example: the test that runs it
+    "gl.delta_(base": "test_the_usage_example_runs_and_means_what_it_says",
+    "gl.expert_mlp(": "test_the_expert_example_runs_and_leaves_rows_without_an_adapter_alone",
+    "stack_adapters(": "test_the_adapter_example_runs",
+    "layouts.preflight": "test_the_layout_example_runs",
+    "attached.using": "test_nn.py's test_what_the_readme_shows",
+    "layouts.Share(": "test_the_parallel_example_runs",
+    "torch.cuda.graph(": "test_the_captured_loop",
+    "torch.compile(": "test_the_compiled_example_compiles_once",
+}
+
+
+def test_every_example_is_run():
+    assert sorted(BLOCKS) == sorted(block(word) for word in SHOWN)
+    for name in SHOWN.values():
+        assert name in globals() or name.startswith("test_nn.py")
 
 
 def block(word):
@@ -84,6 +109,58 @@ def test_the_layout_example_runs(tmp_path):
     assert names["ranks"].tolist().count(2) == 1 and (tmp_path / "new" / ".complete").is_file()
 
 
+def test_the_parallel_example_runs():
+    """In a group of one process; tests/test_sharding.py has two."""
+    layout, model, x = layouts.of(CONFIG), Toy(), torch.randn(2, 5, 32)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    names = dict(torch=torch, model=model, layout=layout, x=x, adapter=random_adapter(layout), device="cpu", dtype=torch.float32)
+    try:
+        exec(block("layouts.Share("), names | dict(tp=1, tp_rank=0, group=torch.distributed.group.WORLD), shown := {})
+    finally:
+        torch.distributed.destroy_process_group()
+    assert shown["share"] == layouts.Share(tp=1) and shown["bank"].resident == {"first": 0}
+    assert all(p.grad is not None for p in shown["trained"].parameters())
+    assert sorted(shown["part"].modules) == sorted(p.path for p in layout.places())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_captured_loop(monkeypatch, device):
+    """On the CPU a graph is one that runs its calls at once and counts its replays."""
+    torch.manual_seed(0)
+    names = {}
+    exec(block("gl.delta_(base"), names)
+    mixes = [torch.tensor([i % 4 - 1 for i in range(start, start + 7)]) for start in range(3)]
+    names |= dict(device=device, mixes=mixes)
+    before = {n: names[n].clone() for n in ("x", "a", "b", "adapter_ids", "scalings", "base")}
+    ids = [*mixes]
+    if device == "cpu":
+        replays = []
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replays.append(1)))
+        monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+        ids = [before["adapter_ids"]]
+    exec(block("torch.cuda.graph("), names)
+    assert device != "cpu" or len(replays) == len(mixes)
+    want = before["base"].to(device)
+    for mix in ids:
+        gl.delta_(want, *(before[n].to(device) for n in ("x", "a", "b")), mix.to(device, torch.int32), before["scalings"].to(device))
+    assert torch.equal(names["out"], want) and names["adapter_ids"].tolist() == mixes[-1].tolist()
+
+
+def test_the_compiled_example_compiles_once(monkeypatch):
+    torch.manual_seed(0)
+    names = {}
+    exec(block("gl.delta_(base"), names)
+    counter, compiler = torch._dynamo.testing.CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kw: compiler(*args, **{**kw, "backend": counter}))
+    torch._dynamo.reset()
+    ids = torch.tensor([0, 2, -1, 1, 1, 0, 2, 0, 1])
+    names["batches"] = [(torch.randn(n, 64), ids[:n]) for n in (7, 9, 3)]
+    exec(block("torch.compile("), names)
+    assert counter.frame_count == 1
+    assert all(names[n].grad.any() for n in "ab")
+    torch._dynamo.reset()
+
+
 def test_environment_variables_and_commands_exist():
     files = [ROOT / "setup.py", *(ROOT / "grouped_lora_ops").rglob("*.py")]
     package = "".join(p.read_text(encoding="utf-8") for p in files)
@@ -94,7 +171,7 @@ def test_environment_variables_and_commands_exist():
 
 
 def test_every_op_is_in_the_table_with_its_arguments():
-    for name in ("delta", "delta_", "shrink", "expand", "expand_", "plan"):
+    for name in ("delta", "delta_", "linear", "shrink", "expand", "expand_", "plan", "expert_plan"):
         (row,) = re.findall(rf"^\| `{name}\(([^)]*)\)`", TEXT, flags=re.M)
         schema = getattr(torch.ops.grouped_lora, name).default._schema
         shown = [argument.split("=")[0] for argument in row.split(", ") if argument not in ("*", "…")]
