@@ -7,6 +7,7 @@ import functools
 import importlib
 import math
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "sharding.py": {"ops", "adapters", "layouts"},
     "report": {"report"},
     "_progress.py": set(),
+    "timing.py": set(),
+    "tune": {"tune", "_progress", "cuda", "launch", "ops", "reference", "timing", "__version__"},
     "warmup_model.py": {"_progress", "layouts", "warmup", "warmup_experts"},
     "selfcheck.py": {"ops", "plan"},
     "doctor.py": {"_builds", "cuda", "driver", "launch", "selfcheck", "__version__"},
@@ -76,6 +79,17 @@ def test_imports_point_down(room):
     assert files
     for file in files:
         assert set(imports_of_ours(file)) <= ROOMS[room], file
+
+
+def test_contributing_md_names_every_room_and_arrows_point_up_its_table():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Rooms")[1].split("## Style")[0]
+    rows = [re.findall(r"`([\w/.]+)`", row) for row in re.findall(r"^\| (`[^|]*) \|", text, flags=re.M)]
+    row_of = {name.rstrip("/").removesuffix(".py"): i for i, row in enumerate(rows) for name in row}
+    entries = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
+    assert entries - {"__init__", "csrc", "cubins"} <= set(row_of)
+    assert all((PACKAGE / name).exists() or (ROOT / name).exists() for row in rows for name in row)
+    for room, imported in ROOMS.items():
+        assert all(row_of[name] <= row_of[room.removesuffix(".py")] for name in imported - {"_launcher", "__version__"}), room
 
 
 def test_an_import_needs_neither_triton_nor_a_gpu():

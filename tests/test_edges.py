@@ -88,3 +88,12 @@ def test_a_plan_of_nonsense_reads_and_writes_nothing_outside(kernels):
     around = torch.full((170, 8), 7.0, device=kernels.device)
     kernels.delta_(around[10:160], x, a, b, ids, scalings, None, None, plan)
     assert torch.equal(around[:10], torch.full_like(around[:10], 7)) and torch.equal(around[160:], torch.full_like(around[160:], 7))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_scaling_that_no_row_uses_reaches_no_gradient(kernels, slots):
+    """A slot that was never filled may hold NaN; with one slot its rows and those without an adapter share a tile."""
+    h, b, grad_y = integers(kernels, 3, 4), integers(kernels, slots, 8, 4), integers(kernels, 3, 8)
+    ids, scalings = torch.full((3,), -1, device=kernels.device), torch.full((slots,), float("nan"), device=kernels.device)
+    for got in kernels.expand_backward(grad_y, h, b, ids, scalings, None, None, None, [True, True]):
+        assert torch.equal(got, torch.zeros_like(got))
