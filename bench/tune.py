@@ -13,18 +13,18 @@ import concurrent.futures
 import json
 import multiprocessing
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from grouped_lora_ops import launch
-from grouped_lora_ops.ops import common, prepared
+from grouped_lora_ops.ops import common
+from grouped_lora_ops.tune.candidates import CHOICE as DEFAULT
+from grouped_lora_ops.tune.candidates import best_shrink, config_of, one_launch, rules, shrinks, use
 
 from . import workloads
 from .measure import GpuTimer, sets_for
-
-DEFAULT = launch.delta
 
 
 def problem_of(w: workloads.Workload) -> launch.Problem:
@@ -33,91 +33,11 @@ def problem_of(w: workloads.Workload) -> launch.Problem:
     return launch.Problem(arch, sms, w.dtype.itemsize, w.T, w.G, w.D, width, w.rank, w.slots)
 
 
-def two(p, shrink: dict, expand: dict, split: bool) -> launch.DeltaConfig:
-    pdl = launch.has_pdl(p.arch)
-    first = launch._retile(replace(launch.shrink(p, split=split), pdl=pdl), p, shrink)
-    return launch.DeltaConfig(None, first, launch._retile(launch.expand(p, pdl=pdl), p, expand))
-
-
-def shrinks(p: launch.Problem) -> list[tuple[dict, bool]]:
-    """(changes, split over D) to try."""
-    block = launch.rank_block(p.rank, p.itemsize)
-    rows = p.tokens / min(p.tokens, p.slots)
-    if p.tokens <= 64:
-        tiles = (
-            (16, 128, 2, 4), (16, 128, 4, 4), (16, 64, 2, 8), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4),
-            (64, 128, 8, 4), (64, 64, 4, 6), (64, 64, 4, 8),
-        )  # fmt: skip
-        return [(dict(block_m=16, block_r=r, block_k=k, num_warps=w, num_stages=s), True) for r, k, w, s in tiles if r <= block]
-    tiles = (
-        (16, 64, 4, 6, True), (16, 128, 4, 4, True), (32, 64, 4, 5, True), (32, 128, 4, 3, True), (64, 64, 4, 3, True), (64, 64, 4, 4, True),
-        (64, 128, 4, 2, True), (128, 64, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, True), (16, 128, 4, 5, False), (32, 128, 4, 3, False),
-        (32, 128, 4, 4, False), (64, 64, 4, 5, False), (64, 128, 4, 3, False), (128, 64, 8, 4, False), (128, 64, 4, 3, False),
-    )  # fmt: skip
-    return [
-        (dict(block_m=m, block_r=block, block_k=k, num_warps=w, num_stages=s), split)
-        for m, k, w, s, split in tiles
-        if m <= max(16, 2 * rows) and not (p.tokens >= 8192 and m == 16)
-    ]
-
-
-def expands(p: launch.Problem) -> list[dict]:
-    rows = p.tokens / min(p.tokens, p.slots)
-    if p.tokens <= 64:
-        tiles = (
-            (16, 32, 1, 1, 1), (16, 32, 2, 1, 1), (16, 64, 2, 1, 1), (16, 64, 4, 1, 1), (16, 128, 4, 1, 1),
-            (16, 128, 8, 1, 1), (16, 128, 4, 2, 2), (16, 128, 4, 4, 3),
-        )  # fmt: skip
-    else:
-        tiles = (
-            (16, 128, 4, 1, 1), (16, 128, 4, 4, 3), (16, 128, 4, 8, 3), (32, 128, 4, 1, 1), (32, 128, 4, 2, 2),
-            (32, 128, 4, 4, 3), (32, 128, 4, 8, 3), (64, 128, 4, 1, 1), (64, 128, 4, 2, 2), (64, 128, 4, 4, 3),
-            (64, 64, 4, 8, 4), (64, 128, 4, 8, 3), (128, 64, 8, 8, 3), (128, 128, 8, 4, 2), (128, 64, 4, 8, 3),
-            (128, 128, 8, 8, 3),
-        )  # fmt: skip
-    return [
-        dict(block_m=m, block_n=n, num_warps=w, loop=loop, num_stages=s)
-        for m, n, w, loop, s in tiles
-        if m <= max(16, 2 * rows)
-    ]
-
-
-def fuseds(p: launch.Problem) -> list[dict]:
-    if p.tokens < 1024 or p.rank > 128:
-        return []
-    rows = p.tokens / min(p.tokens, p.slots)
-    tiles = (
-        (16, 128, 128, 4, 4, 3), (16, 128, 128, 4, 3, 4), (32, 128, 128, 4, 3, 3), (32, 64, 128, 4, 3, 4),
-        (64, 64, 64, 4, 4, 3), (64, 64, 64, 4, 4, 4), (64, 128, 64, 4, 4, 3), (64, 64, 128, 4, 3, 4),
-        (128, 64, 64, 8, 3, 3), (128, 64, 64, 4, 3, 3), (128, 32, 64, 4, 3, 4), (64, 32, 64, 4, 4, 4),
-        (32, 64, 128, 4, 2, 4),
-    )  # fmt: skip
-    return [
-        dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, n_stages=ns)
-        for m, n, k, w, s, ns in tiles
-        if m <= 2 * rows
-    ]
-
-
 def candidates(p: launch.Problem, best: tuple[dict, bool] | None = None) -> dict[str, launch.DeltaConfig]:
-    """Without `best`: every shrink with one expand, and the fused kernels; with it: every expand behind that shrink."""
-    if best is not None:
-        return {f"two {best} {e}": two(p, best[0], e, best[1]) for e in expands(p)}
-    middle = expands(p)[min(5, len(expands(p)) - 1)]
-    found = {"default": DEFAULT(p)}
-    found.update({f"two {s} {middle}": two(p, s[0], middle, s[1]) for s in shrinks(p)})
-    for c in fuseds(p):
-        c = dict(c)
-        label = f"fused {c}"
-        found[label] = launch.DeltaConfig(launch.fused(p, c.pop("block_m"), **c), None, None)
-    return found
-
-
-def use(config: launch.DeltaConfig | None) -> None:
-    """Make the op take config (None: its own choice); what it remembers of an earlier choice goes."""
-    launch.delta = DEFAULT if config is None else lambda p: config
-    common.configured.cache_clear()
-    prepared.forget()
+    """Without `best`: the library's choice, every shrink with one expand, the fused kernels; with it: every expand behind it."""
+    found = {} if best is not None else {"default": DEFAULT(p)}
+    chosen = rules(p, best) if best is not None else rules(p) | one_launch(p, cuda=False)
+    return found | {label: config_of(rule, p) for label, rule in chosen.items()}
 
 
 def call(w, t, shared, plan):
@@ -206,9 +126,9 @@ def main() -> None:
         shared, made, plan = prepare(w, sets_for(workloads.bytes_per_set(w)))
         p = problem_of(w)
         rows = measure(w, candidates(p), made, shared, plan, timer)
-        best = min((r for r in rows if r["label"].startswith("two")), key=lambda r: r["us"])
-        best = next(s for s in shrinks(p) if best["label"].startswith(f"two {s} "))
-        rows += measure(w, candidates(p, best), made, shared, plan, timer)
+        best = best_shrink(p, {r["label"]: r["us"] for r in rows})
+        if best is not None:
+            rows += measure(w, candidates(p, best), made, shared, plan, timer)
         use(None)
         rows.sort(key=lambda r: r["us"])
         differ = [r["label"] for r in rows if not r["same_bits"]]

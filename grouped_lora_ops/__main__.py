@@ -13,6 +13,7 @@ COMMANDS = {  # command: (module, what it does)
     "report": ("report", "draw benchmark results, compare them with earlier ones, write the README's tables"),
     "doctor": ("doctor", "check this machine: versions, GPU, kernels, cache, and every op on exact numbers"),
     "warmup": ("warmup_model", "compile and load the kernels of a model's shapes before they are needed"),
+    "tune": ("tune", "measure launch configurations and write a launch table for this GPU"),
 }
 PROG = "python -m grouped_lora_ops"
 
