@@ -117,6 +117,21 @@ def test_every_op_is_checked_and_looked_for(every_op):
     assert set(ops.__all__) | {"expand_"} == set(doctor.OPS) | {"expand_"}
 
 
+def test_any_order_of_the_sums_is_exact(every_op, monkeypatch):
+    """With all signs alike no result reaches 2²⁴ quarters: whatever a kernel's order, float32 holds every partial sum."""
+    largest = []
+
+    def bound(names, run, model, tensors, seed):
+        wide = [t.detach().abs().double().requires_grad_() for t in tensors]
+        y = model(*wide)
+        largest.extend(float(t.detach().max()) for t in (y, *torch.autograd.grad(y, wide, torch.ones_like(y))))
+
+    monkeypatch.setattr(selfcheck, "forward_and_backward", bound)
+    for check in selfcheck.CHECKS.values():
+        check(selfcheck.Numbers(torch.device("cpu")))
+    assert len(largest) > 30 and max(largest) < 2**22
+
+
 def off_by_one(op):
     """The op, with one entry of its result a little wrong."""
 

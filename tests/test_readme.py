@@ -1,5 +1,6 @@
 """What README.md shows works as it stands."""
 
+import importlib
 import json
 import re
 from contextlib import nullcontext
@@ -159,6 +160,35 @@ def test_the_compiled_example_compiles_once(monkeypatch):
     assert counter.frame_count == 1
     assert all(names[n].grad.any() for n in "ab")
     torch._dynamo.reset()
+
+
+def shown_commands() -> list[str]:
+    """The lines that start our own command line, by their subcommands."""
+    (text,) = [text for text in re.findall(r"```sh\n(.*?)```", TEXT, flags=re.S) if "grouped_lora_ops doctor" in text]
+    return [line.split("python -m grouped_lora_ops ")[1] for line in text.splitlines()]
+
+
+def test_the_commands_run(tmp_path, monkeypatch, capsys):
+    """As they are shown; without a GPU warmup and tune say that there is nothing to do, and list what they would."""
+    run = importlib.import_module("grouped_lora_ops.__main__")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    result = next((ROOT / "bench" / "results").rglob("*plan.json")).read_text()
+    for name in ("bench/results/plan.json", "new.json", "old.json"):
+        (tmp_path / name).write_text(result)
+    (tmp_path / "path" / "to" / "model").mkdir(parents=True)
+    sizes = dict(model_type="llama", hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40)
+    (tmp_path / "path" / "to" / "model" / "config.json").write_text(json.dumps(sizes))
+    commands = shown_commands()
+    assert {command.split()[0] for command in commands} == set(run.COMMANDS)
+    for command in commands:
+        arguments = command.split()
+        if arguments[0] in ("warmup", "tune"):
+            if not torch.cuda.is_available():
+                assert run.main(arguments) == 1 and "there is no NVIDIA GPU" in capsys.readouterr().err
+            arguments.append("--list")
+        assert run.main(arguments) == 0, command
+    assert (tmp_path / "report" / "index.html").is_file()
 
 
 def test_environment_variables_and_commands_exist():
