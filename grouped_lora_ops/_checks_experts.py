@@ -30,6 +30,29 @@ class ExpertDims(NamedTuple):
     halves: int  # 2 where A, B or the weight has an axis of halves (gate, up), else 1
 
 
+class Mlp(NamedTuple):
+    """The arguments of `expert_mlp` in its schema's order, with the defaults that the dispatcher leaves out."""
+
+    x: Tensor  # [T, H]
+    topk_ids: Tensor  # [T, K]
+    topk_weights: Tensor  # [T, K]
+    w_gate_up: Tensor
+    w_down: Tensor
+    gate_up_a: Tensor | None
+    gate_up_b: Tensor | None
+    down_a: Tensor | None
+    down_b: Tensor | None
+    adapter_ids: Tensor | None
+    scalings: Tensor | None
+    b_gate_up: Tensor | None = None
+    b_down: Tensor | None = None
+    activation: str = "swiglu"
+    activation_limit: float | None = None
+    router_weight: str = "pre_down"
+    ranks: Tensor | None = None
+    plan: Tensor | None = None
+
+
 class MlpDims(NamedTuple):
     """The sizes of one expert MLP."""
 
@@ -271,41 +294,30 @@ def choices(op: str, activation, activation_limit, router_weight) -> None:
             fail(op, "activation_limit", "None or a positive finite number", activation_limit)
 
 
-def mlp(
-    op: str,
-    x,
-    topk_ids,
-    topk_weights,
-    w_gate_up,
-    w_down,
-    gate_up_a,
-    gate_up_b,
-    down_a,
-    down_b,
-    adapter_ids,
-    scalings,
-    b_gate_up,
-    b_down,
-    activation,
-    activation_limit,
-    router_weight,
-    ranks,
-    plan,
-) -> MlpDims:
-    choices(op, activation, activation_limit, router_weight)
+def mlp_types(op: str, m: Mlp) -> None:
+    """TypeError unless every argument is of its type."""
+    kinds = {name: value for name, value in zip(Mlp._fields, m) if name not in ("activation", "activation_limit", "router_weight")}
+    required = ("x", "topk_ids", "topk_weights", "w_gate_up", "w_down")
+    tensor_types(op, {n: kinds[n] for n in required}, {n: v for n, v in kinds.items() if n not in required})
+    choice_types(op, m.activation, m.activation_limit, m.router_weight)
+
+
+def mlp(op: str, m: Mlp) -> MlpDims:
+    x, topk_ids, w_gate_up, w_down = m.x, m.topk_ids, m.w_gate_up, m.w_down
+    choices(op, m.activation, m.activation_limit, m.router_weight)
     _expert_ids(op, "topk_ids", topk_ids)
     tokens, top_k = topk_ids.shape
     if x.dim() != 2 or x.shape[0] != tokens:
         fail(op, "x", f"[{tokens}, H] to match topk_ids {shape(topk_ids)}", shape(x))
     _float(op, "x", x)
-    _vector(op, "topk_weights", topk_weights, x, [tokens, top_k], f"topk_ids {shape(topk_ids)}")
+    _vector(op, "topk_weights", m.topk_weights, x, [tokens, top_k], f"topk_ids {shape(topk_ids)}")
     hidden = x.shape[1]
-    gated = activation != "relu2"
+    gated = m.activation != "relu2"
     form = f"[E, 2I, {hidden}] or [E, 2, I, {hidden}]" if gated else f"[E, I, {hidden}]"
     _weight(op, "w_gate_up", w_gate_up, x, hidden, f"{form} to match x {shape(x)}")
     experts, wide = w_gate_up.shape[0], math.prod(w_gate_up.shape[1:-1])
     if (gated and wide % 2 != 0) or (not gated and w_gate_up.dim() == 4):
-        fail(op, "w_gate_up", f"{form} for {activation}", shape(w_gate_up))
+        fail(op, "w_gate_up", f"{form} for {m.activation}", shape(w_gate_up))
     inner = wide // 2 if gated else wide
     _same_dtype(op, "w_down", w_down, "x", x)
     if list(w_down.shape) != [experts, hidden, inner]:
@@ -313,8 +325,8 @@ def mlp(
     ranks_of, slots, first = [0, 0], 0, None
     gate_up_halves = 2 if w_gate_up.dim() == 4 else 1
     pairs = (
-        (_Names("gate_up_a", "gate_up_b", "w_gate_up"), gate_up_a, gate_up_b, hidden, wide, w_gate_up),
-        (_Names("down_a", "down_b", "w_down"), down_a, down_b, inner, hidden, w_down),
+        (_Names("gate_up_a", "gate_up_b", "w_gate_up"), m.gate_up_a, m.gate_up_b, hidden, wide, w_gate_up),
+        (_Names("down_a", "down_b", "w_down"), m.down_a, m.down_b, inner, hidden, w_down),
     )
     for i, (names, a, b, features, out, weight) in enumerate(pairs):
         if not _pair(op, names, a, b):
@@ -331,29 +343,12 @@ def mlp(
         if i == 0:
             gate_up_halves = max(gate_up_halves, lora_halves)
     name, a = first or (None, None)
-    _lora_slots(op, scalings, adapter_ids, "topk_ids", topk_ids, ranks, name, a)
-    _bias(op, "b_gate_up", b_gate_up, x, "w_gate_up", w_gate_up)
-    _vector(op, "b_down", b_down, x, [experts, hidden], f"w_down {shape(w_down)}")
-    _plan(op, plan, tokens * top_k, experts, None if first is None else slots)
-    _device(
-        op,
-        "x",
-        x,
-        topk_ids=topk_ids,
-        topk_weights=topk_weights,
-        w_gate_up=w_gate_up,
-        w_down=w_down,
-        gate_up_a=gate_up_a,
-        gate_up_b=gate_up_b,
-        down_a=down_a,
-        down_b=down_b,
-        adapter_ids=adapter_ids,
-        scalings=scalings,
-        b_gate_up=b_gate_up,
-        b_down=b_down,
-        ranks=ranks,
-        plan=plan,
-    )
+    _lora_slots(op, m.scalings, m.adapter_ids, "topk_ids", topk_ids, m.ranks, name, a)
+    _bias(op, "b_gate_up", m.b_gate_up, x, "w_gate_up", w_gate_up)
+    _vector(op, "b_down", m.b_down, x, [experts, hidden], f"w_down {shape(w_down)}")
+    _plan(op, m.plan, tokens * top_k, experts, None if first is None else slots)
+    others = {name: value for name, value in zip(Mlp._fields, m) if isinstance(value, Tensor) and name != "x"}
+    _device(op, "x", x, **others)
     gate_up = ExpertDims(tokens, top_k, False, experts, hidden, wide, ranks_of[0], slots, gate_up_halves)
     down = ExpertDims(tokens, top_k, True, experts, inner, hidden, ranks_of[1], slots, 1)
     return MlpDims(gate_up, down, slots, max(ranks_of))
@@ -384,4 +379,4 @@ def id_values(
             dense(op, expert_ids.new_empty(0), slots, ranks, rank)
 
 
-__all__ = ["ExpertDims", "MlpDims", "choice_types", "choices", "delta", "id_values", "linear", "mlp", "tensor_types"]
+__all__ = ["ExpertDims", "Mlp", "MlpDims", "choices", "delta", "id_values", "linear", "mlp", "mlp_types", "tensor_types"]

@@ -6,11 +6,16 @@ import torch
 from torch import Tensor
 
 from .. import _checks_experts, reference
+from .._checks_experts import Mlp
 from .._library import define, once_differentiable
 from . import common
 from .expert_common import cast_unless_float32, gradient_of, may_check_values
 
-DIFFERENTIABLE = (0, 2, 3, 4, 5, 6, 7, 8, 11, 12)  # positions of what the backward op has gradients for, in its order
+# positions of what the backward op has gradients for, in its order
+DIFFERENTIABLE = tuple(
+    Mlp._fields.index(name)
+    for name in "x topk_weights w_gate_up w_down gate_up_a gate_up_b down_a down_b b_gate_up b_down".split()
+)
 
 
 def expert_mlp(
@@ -62,111 +67,62 @@ def expert_mlp(
     Raises ValueError before anything is launched for arguments that do not fit together, and on the CPU for ids out of
     range; TypeError for wrong types.
     """
-    _checks_experts.tensor_types(
-        "expert_mlp",
-        {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "w_gate_up": w_gate_up, "w_down": w_down},
-        {
-            "gate_up_a": gate_up_a,
-            "gate_up_b": gate_up_b,
-            "down_a": down_a,
-            "down_b": down_b,
-            "adapter_ids": adapter_ids,
-            "scalings": scalings,
-            "b_gate_up": b_gate_up,
-            "b_down": b_down,
-            "ranks": ranks,
-            "plan": plan,
-        },
-    )
-    _checks_experts.choice_types("expert_mlp", activation, activation_limit, router_weight)
-    args = (
-        x,
-        topk_ids,
-        topk_weights,
-        w_gate_up,
-        w_down,
-        gate_up_a,
-        gate_up_b,
-        down_a,
-        down_b,
-        adapter_ids,
-        scalings,
-        b_gate_up,
-        b_down,
-        activation,
-        activation_limit,
-        router_weight,
-        ranks,
-        plan,
-    )
-    if torch.is_grad_enabled() and any(args[i] is not None and args[i].requires_grad for i in DIFFERENTIABLE):
-        return _train_op(*args)[0]
-    return _op(*args)
+    m = Mlp(
+        x, topk_ids, topk_weights, w_gate_up, w_down, gate_up_a, gate_up_b, down_a, down_b, adapter_ids, scalings,
+        b_gate_up, b_down, activation, activation_limit, router_weight, ranks, plan,
+    )  # fmt: skip
+    _checks_experts.mlp_types("expert_mlp", m)
+    if torch.is_grad_enabled() and any(m[i] is not None and m[i].requires_grad for i in DIFFERENTIABLE):
+        return _train_op(*m)[0]
+    return _op(*m)
 
 
-DEFAULTS = (None, None, "swiglu", None, "pre_down", None, None)  # of the arguments after scalings
-
-
-def _full(args: tuple) -> tuple:
-    """All 18 arguments: the dispatcher leaves out trailing ones that have their default value."""
-    return args + DEFAULTS[len(args) - 11 :]
-
-
-def _checked(values: bool, args: tuple) -> _checks_experts.MlpDims:
-    dims = _checks_experts.mlp("expert_mlp", *args)
+def _checked(values: bool, args: tuple) -> tuple[Mlp, _checks_experts.MlpDims]:
+    """All arguments, of which the dispatcher leaves out trailing ones that have their default value, and their sizes."""
+    m = Mlp(*args)
+    dims = _checks_experts.mlp("expert_mlp", m)
     if values:
-        adapter_ids, ranks = args[9], args[16]
         _checks_experts.id_values(
-            "expert_mlp", "topk_ids", args[1], dims.down.experts, adapter_ids, dims.slots, ranks, dims.rank
+            "expert_mlp", "topk_ids", m.topk_ids, dims.down.experts, m.adapter_ids, dims.slots, m.ranks, dims.rank
         )
-    return dims
+    return m, dims
 
 
-def _reference(run, args: tuple):
+def _reference(run, m: Mlp):
     names = ("b_gate_up", "b_down", "activation", "activation_limit", "router_weight", "ranks")
-    return run(*args[:11], **dict(zip(names, args[11:17])))
+    return run(*m[:11], **{name: getattr(m, name) for name in names})
 
 
 def _cpu(*args):
-    args = _full(args)
-    _checked(True, args)
-    return _reference(reference.expert_mlp, args)
+    return _reference(reference.expert_mlp, _checked(True, args)[0])
 
 
 def _train_cpu(*args):
-    args = _full(args)
-    _checked(True, args)
-    return _reference(reference.expert_mlp_train, args)
+    return _reference(reference.expert_mlp_train, _checked(True, args)[0])
 
 
 @common.on_device
 def _cuda(*args):
     from . import expert_cuda
 
-    args = _full(args)
-    _checked(may_check_values(args[0]), args)
-    return expert_cuda.mlp(*args)
+    return expert_cuda.mlp(*_checked(may_check_values(args[0]), args)[0])
 
 
 @common.on_device
 def _train_cuda(*args):
     from . import expert_cuda
 
-    args = _full(args)
-    _checked(may_check_values(args[0]), args)
-    return expert_cuda.mlp_train(*args)
+    return expert_cuda.mlp_train(*_checked(may_check_values(args[0]), args)[0])
 
 
 def _fake(*args):
-    args = _full(args)
-    _checked(False, args)
-    return args[0].new_empty(args[0].shape)
+    m, _ = _checked(False, args)
+    return m.x.new_empty(m.x.shape)
 
 
 def _train_fake(*args):
-    args = _full(args)
-    dims, x = _checked(False, args), args[0]
-    return x.new_empty(x.shape), x.new_empty(dims.down.tokens * dims.down.top_k, dims.gate_up.out_features)
+    m, dims = _checked(False, args)
+    return m.x.new_empty(m.x.shape), m.x.new_empty(dims.down.tokens * dims.down.top_k, dims.gate_up.out_features)
 
 
 def _backward_cpu(*args):
@@ -198,7 +154,7 @@ def _setup(ctx, inputs, output):
 
 
 def _grad(ctx, grad_y, grad_h1=None):
-    result = [None] * 18
+    result = [None] * len(Mlp._fields)
     if grad_y is None:  # not materialised: nobody used y, and h1's zeros would cost an allocation as large as h1
         return tuple(result)
     h1, *saved = ctx.saved_tensors
@@ -210,12 +166,10 @@ def _grad(ctx, grad_y, grad_h1=None):
 
 
 def _autocast(cast, *args):
-    args = list(_full(args))
-    for i in (0, 3, 4):
-        args[i] = cast(args[i])
-    for i in (2, 5, 6, 7, 8, 11, 12):
-        args[i] = cast_unless_float32(cast, args[i])
-    return args
+    m = Mlp(*args)
+    narrow = {name: cast(getattr(m, name)) for name in ("x", "w_gate_up", "w_down")}
+    names = ("topk_weights", "gate_up_a", "gate_up_b", "down_a", "down_b", "b_gate_up", "b_down")
+    return m._replace(**narrow, **{name: cast_unless_float32(cast, getattr(m, name)) for name in names})
 
 
 _ARGUMENTS = (

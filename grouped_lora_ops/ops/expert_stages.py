@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from .._checks_experts import Mlp
 from . import common
 from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
 from .expert_launch import Routing, activated_projection, projection, routing, run_dot, summed, weighted_rows
 
 
-class Layer(NamedTuple):
-    """The arguments of `expert_mlp`."""
+class Layer(Mlp):
+    """The arguments of `expert_mlp`, and its stages."""
 
-    x: Tensor  # [T, H]
-    topk_ids: Tensor  # [T, K]
-    topk_weights: Tensor  # [T, K]
-    w_gate_up: Tensor
-    w_down: Tensor
-    gate_up_a: Tensor | None
-    gate_up_b: Tensor | None
-    down_a: Tensor | None
-    down_b: Tensor | None
-    adapter_ids: Tensor | None
-    scalings: Tensor | None
-    b_gate_up: Tensor | None
-    b_down: Tensor | None
-    activation: str
-    activation_limit: float | None
-    router_weight: str
-    ranks: Tensor | None
-    plan: Tensor | None
+    __slots__ = ()
 
     def prepared(self) -> Layer:
         return self._replace(ranks=common.contiguous(self.ranks), scalings=common.contiguous(self.scalings))
