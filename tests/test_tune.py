@@ -272,6 +272,17 @@ def test_candidates_are_exact_in_the_interpreter(tokens, step, kernels):
         candidates.use(None)
 
 
+def test_a_table_cannot_send_more_ranks_than_a_block_to_the_one_launch_kernel():
+    """It holds h in one block of ranks, and would leave the others out."""
+    rule = {"fused": {"block_m": 16}}
+    for rank in (16, 128, 129, 256, 600):
+        for itemsize in (2, 4):
+            p = launch.Problem("sm_89", 142, itemsize, 2048, 1, 4096, 4096, rank, 1)
+            fits = rank <= launch.rank_block(rank, itemsize)
+            config = candidates.config_of(rule, p)
+            assert (config.fused is not None) == fits and (fits or config == candidates.closed_form(p))
+
+
 @pytest.fixture
 def device(monkeypatch):
     """tune's Device on the CPU, with small sizes: the ops run their references, whatever configuration is in use."""
