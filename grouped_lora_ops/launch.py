@@ -506,8 +506,8 @@ def table(arch: str) -> dict:
     "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
     hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
     the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. "cuda": null in their place keeps csrc/delta.cu out,
-    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it. "fused" is passed over where r is more than a block. A rule may not change what fixes a row's bits:
-    chunk, chunks and rank_block.
+    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it. "fused" is passed over where r is more than a block. A rule
+    may not change what fixes a row's bits: chunk, chunks and rank_block.
     """
     path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"
     try:
