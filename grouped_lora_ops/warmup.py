@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,17 +51,31 @@ def warmup(
     with and without a bias of x's dtype, `plan` always. backward: also the gradients of x, lora_a and lora_b: delta's, and
     linear's where it is among `ops`. Does nothing on a machine without a GPU.
     """
+    return run("warmup", OPS, _call, shapes, tokens, ops, device, backward)
+
+
+def run(
+    name: str,
+    known: tuple[str, ...],
+    call: Callable,
+    shapes: Iterable,
+    tokens: int | Iterable[int],
+    ops: Iterable[str],
+    device: torch.device | str | None,
+    backward: bool,
+) -> int:
+    """`call` for every shape at every T on the device; the number of calls made. What `warmup` and `warmup_experts` share."""
     ops = tuple(ops)
     for op in ops:
-        if op not in OPS:
-            raise ValueError(f"grouped_lora_ops.warmup: ops must be among {list(OPS)}; got {op!r}.")
+        if op not in known:
+            raise ValueError(f"grouped_lora_ops.{name}: ops must be among {list(known)}; got {op!r}.")
     if not torch.cuda.is_available():
         return 0
     device = torch.device(device if device is not None else "cuda")
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     counts = list(range(1, tokens + 1) if isinstance(tokens, int) else tokens)
-    calls = sum([_call(shape, counts, ops, device, backward) for shape in shapes])
+    calls = sum([call(shape, counts, ops, device, backward) for shape in shapes])
     torch.cuda.synchronize(device)
     return calls
 

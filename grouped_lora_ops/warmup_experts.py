@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .ops import expert_delta, expert_linear, expert_mlp, expert_plan
+from .warmup import run
 
 EXPERT_OPS = ("expert_mlp", "expert_linear", "expert_delta")
 
@@ -56,19 +57,7 @@ def warmup_experts(
     weights, halves on an axis of their own) want one call of their own. backward: also the gradients of x, of the router
     weights and of the factors, of `expert_mlp`. Does nothing on a machine without a GPU.
     """
-    ops = tuple(ops)
-    for op in ops:
-        if op not in EXPERT_OPS:
-            raise ValueError(f"grouped_lora_ops.warmup_experts: ops must be among {list(EXPERT_OPS)}; got {op!r}.")
-    if not torch.cuda.is_available():
-        return 0
-    device = torch.device(device if device is not None else "cuda")
-    if device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
-    counts = list(range(1, tokens + 1) if isinstance(tokens, int) else tokens)
-    calls = sum([_call(shape, counts, ops, device, backward) for shape in shapes])
-    torch.cuda.synchronize(device)
-    return calls
+    return run("warmup_experts", EXPERT_OPS, _call, shapes, tokens, ops, device, backward)
 
 
 def _call(s: ExpertShape, counts: list, ops: tuple, device: torch.device, backward: bool) -> int:

@@ -38,7 +38,7 @@ ROOMS = {  # what a room may import of ours; arrows point down
     "_checks_experts.py": {"_checks", "launch_experts"},
     "plan.py": {"ops", "launch_experts"},
     "warmup.py": {"launch", "ops"},
-    "warmup_experts.py": {"ops"},
+    "warmup_experts.py": {"ops", "warmup"},
     "layouts": {"layouts"},
     "adapters": {"adapters", "layouts", "_checks"},
     "nn": {"nn", "ops", "plan", "adapters", "layouts", "reference"},
