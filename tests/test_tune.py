@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 
 import pytest
 import torch
 
 from grouped_lora_ops import __main__ as entry
 from grouped_lora_ops import launch, ops, reference, timing, tune
+from grouped_lora_ops._progress import Progress
 from grouped_lora_ops.ops import common
 from grouped_lora_ops.tune import candidates, grid
 from grouped_lora_ops.tune.grid import Point
@@ -156,6 +158,35 @@ def test_a_journal_of_other_versions_is_refused(tmp_path):
         ValueError, match=r"sm_89\.json\.journal was measured with gpu NVIDIA L40S; delete it, or name another --out\."
     ):
         tuned(tmp_path, device)
+
+
+def test_a_point_that_does_not_fit_into_memory_is_left_out_and_comes_again(tmp_path, capsys):
+    class Small(FakeDevice):
+        def open(self, point):
+            if point.tokens == 8192:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().open(point)
+
+    table, _ = tuned(tmp_path, Small())
+    assert (
+        len(table["delta"]) == 5
+        and "G4-r64-S8-T8192: more memory than this GPU has free, left out" in capsys.readouterr().out
+    )
+    table, device = tuned(tmp_path)
+    assert len(table["delta"]) == 6 and device.opened == ["G4-r64-S8-T8192"]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_lines_pass_above_the_bar_which_is_there_with_tqdm_on_a_terminal(installed, monkeypatch, capsys):
+    if not installed:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Progress(3, "point") as bar:
+        bar.what("G4-r64")
+        bar.say("a line")
+        bar.add(2)
+    said = capsys.readouterr()
+    assert "a line\n" in said.out and ("G4-r64" in said.err and "2/3" in said.err) == installed
 
 
 def test_a_closed_form_that_is_wrong_stops_it(tmp_path):

@@ -1,6 +1,6 @@
 """Measure launch configurations of the delta on this GPU and write them as a launch table.
 
-    python -m grouped_lora_ops tune --out sm_89.json           all of it, about an hour; Ctrl-C at any time
+    python -m grouped_lora_ops tune --out sm_89.json           all of it; Ctrl-C at any time
     python -m grouped_lora_ops tune --out sm_89.json           goes on where the last run ended (sm_89.json.journal)
     python -m grouped_lora_ops tune -k r16- -k S1-T8-          only points whose names hold one of these
 
@@ -123,7 +123,12 @@ def tune(points: list[Point], device, out: Path, workers: int = 0) -> dict:
         with Progress(len(left), "point") as bar:
             for point in left:
                 bar.what(point.name)
-                result = measure(point, device, bar.say)
+                try:
+                    result = measure(point, device, bar.say)
+                except torch.OutOfMemoryError:
+                    bar.say(f"{point.name}: more memory than this GPU has free, left out")
+                    bar.add()
+                    continue
                 journal.add(point.name, result)
                 grid.write(out, grid.table_of(journal.results, head))
                 gain = 100 * (1 - result["us"] / result["default_us"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import concurrent.futures.process
 import multiprocessing
 from collections.abc import Callable
 
@@ -90,18 +90,22 @@ class Device:
         return self.timer.graph_us([lambda t=t: self._call(t) for t in self.sets], rounds=ROUNDS)
 
     def precompile(self, points: list[Point], workers: int, done: Callable[[int], None]) -> None:
-        """Call every candidate once in worker processes, so that Triton's cache on disk holds its kernels. done(points)."""
+        """Call every candidate once in worker processes, so that Triton's cache on disk holds its kernels. done(points).
+
+        What goes wrong there goes wrong again, and is told, when it is measured.
+        """
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
             for future in concurrent.futures.as_completed(
                 [pool.submit(_compile, self.device.index, point) for point in points]
             ):
-                future.result()
+                if isinstance(future.exception(), concurrent.futures.process.BrokenProcessPool):
+                    return
                 done(1)
 
 
 def _compile(index: int, point: Point) -> None:
-    """In a worker. What does not compile, or not launch, drops out again when it is measured."""
+    """In a worker."""
     torch.cuda.set_device(index)
     device = Device(index)
     device.open(point)
@@ -112,6 +116,6 @@ def _compile(index: int, point: Point) -> None:
             candidates.use(candidates.config_of(rule, p))
             device._call(device.sets[0])
             torch.cuda.synchronize()
-        except Exception:
+        except Exception:  # too much shared memory, a compiler's limit
             continue
     device.close()
