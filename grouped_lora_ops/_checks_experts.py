@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import launch_experts
 from ._checks import _ID_DTYPES, _device, _float, _same_dtype, _slots, dtype_name, fail, shape, tensor_types
+from ._checks import id_values as dense_id_values
 
 ROUTER_WEIGHTS = ("input", "pre_down", "post_down")
 ACTIVATIONS = ("swiglu", "swigluoai", "geglu_tanh", "relu2")
@@ -354,6 +355,24 @@ def mlp(op: str, m: Mlp) -> MlpDims:
     return MlpDims(gate_up, down, slots, max(ranks_of))
 
 
+def plan(op: str, topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> None:
+    _expert_ids(op, "topk_ids", topk_ids)
+    _adapter_ids(op, adapter_ids, "topk_ids", topk_ids)
+    _device(op, "topk_ids", topk_ids, adapter_ids=adapter_ids)
+    for name, count in (("num_experts", num_experts), ("num_slots", num_slots)):
+        if count < 0:
+            fail(op, name, "zero or more", count)
+
+
+def expert_id_values(op: str, ids_name: str, expert_ids: Tensor, experts: int) -> None:
+    """ValueError for expert ids outside −1 … E. Reads the values."""
+    if expert_ids.numel():
+        low, high = (int(v) for v in torch.aminmax(expert_ids))
+        if low < -1 or high > experts:
+            must = f"-1 or {experts} (masked) or an expert 0 … {experts - 1}"
+            fail(op, ids_name, must, low if low < -1 else high)
+
+
 def id_values(
     op: str,
     ids_name: str,
@@ -365,18 +384,10 @@ def id_values(
     rank: int = 0,
 ) -> None:
     """ValueError for expert ids outside −1 … E and for adapter ids and ranks as in the dense ops. Reads the values."""
-    from ._checks import id_values as dense
-
-    if expert_ids.numel():
-        low, high = (int(v) for v in torch.aminmax(expert_ids))
-        if low < -1 or high > experts:
-            must = f"-1 or {experts} (masked) or an expert 0 … {experts - 1}"
-            fail(op, ids_name, must, low if low < -1 else high)
+    expert_id_values(op, ids_name, expert_ids, experts)
     if slots > 0:
-        if adapter_ids is not None:
-            dense(op, adapter_ids, slots)
-        if ranks is not None:
-            dense(op, expert_ids.new_empty(0), slots, ranks, rank)
+        none = expert_ids.new_empty(0)
+        dense_id_values(op, none if adapter_ids is None else adapter_ids, slots, ranks, rank)
 
 
-__all__ = ["ExpertDims", "Mlp", "MlpDims", "choices", "delta", "id_values", "linear", "mlp", "mlp_types", "tensor_types"]
+__all__ = ["ExpertDims", "Mlp", "MlpDims", "choices", "delta", "expert_id_values", "id_values", "linear", "mlp", "mlp_types", "plan", "tensor_types"]

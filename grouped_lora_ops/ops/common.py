@@ -37,9 +37,14 @@ def on_device(run):
     return guarded
 
 
+def may_check_values(t: Tensor) -> bool:
+    """Whether ids are read and checked on the GPU too: with GROUPED_LORA_CHECK=1, except inside a capture."""
+    return _checks.CHECK_IDS and not (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def check_values(name: str, adapter_ids: Tensor, slots: int, ranks: Tensor | None, rank: int) -> None:
-    """With GROUPED_LORA_CHECK=1 ids and ranks are read and checked on the GPU too, except inside a capture."""
-    if _checks.CHECK_IDS and not (adapter_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """ValueError for ids and ranks out of range, where they may be read."""
+    if may_check_values(adapter_ids):
         _checks.id_values(name, adapter_ids, slots, ranks, rank)
 
 

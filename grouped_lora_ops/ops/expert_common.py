@@ -1,4 +1,4 @@
-"""What the expert ops share beside `common`: optional gradients, master copies under autocast, checked values."""
+"""What the expert ops share beside `common`: optional gradients, master copies under autocast."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from .. import _checks
-
-
-def may_check_values(x: Tensor) -> bool:
-    """Whether ids are read and checked on the GPU too: with GROUPED_LORA_CHECK=1, except inside a capture."""
-    return _checks.CHECK_IDS and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def gradient_of(t: Tensor | None, wanted: bool, x: Tensor) -> Tensor:

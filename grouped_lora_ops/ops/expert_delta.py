@@ -7,7 +7,7 @@ from torch import Tensor
 from .. import _checks_experts, reference
 from .._library import define, once_differentiable
 from . import common
-from .expert_common import cast_unless_float32, gradient_of, may_check_values
+from .expert_common import cast_unless_float32, gradient_of
 
 
 def expert_delta(
@@ -76,7 +76,7 @@ def _cuda(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base=None, row_w
     from . import expert_cuda
 
     args = (x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weights, ranks, plan)
-    _checked(may_check_values(x), *args)
+    _checked(common.may_check_values(x), *args)
     return expert_cuda.delta(*args)
 
 

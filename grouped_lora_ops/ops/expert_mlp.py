@@ -9,7 +9,7 @@ from .. import _checks_experts, reference
 from .._checks_experts import Mlp
 from .._library import define, once_differentiable
 from . import common
-from .expert_common import cast_unless_float32, gradient_of, may_check_values
+from .expert_common import cast_unless_float32, gradient_of
 
 # positions of what the backward op has gradients for, in its order
 DIFFERENTIABLE = tuple(
@@ -105,14 +105,14 @@ def _train_cpu(*args):
 def _cuda(*args):
     from . import expert_cuda
 
-    return expert_cuda.mlp(*_checked(may_check_values(args[0]), args)[0])
+    return expert_cuda.mlp(*_checked(common.may_check_values(args[0]), args)[0])
 
 
 @common.on_device
 def _train_cuda(*args):
     from . import expert_cuda
 
-    return expert_cuda.mlp_train(*_checked(may_check_values(args[0]), args)[0])
+    return expert_cuda.mlp_train(*_checked(common.may_check_values(args[0]), args)[0])
 
 
 def _fake(*args):

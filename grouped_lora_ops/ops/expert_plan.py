@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _checks, driver, launch, launch_experts, reference
+from .. import _checks, _checks_experts, driver, launch, launch_experts, reference
 from .._library import define
 from ..reference.expert_plan import route_pairs
 from . import common, plan_cuda
@@ -36,36 +36,6 @@ def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, 
     _checks.int_type("expert_plan", "num_experts", num_experts)
     _checks.int_type("expert_plan", "num_slots", num_slots)
     return _op(topk_ids, adapter_ids, num_experts, num_slots)
-
-
-def check(op: str, topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> None:
-    ids = (torch.int32, torch.int64)
-    if topk_ids.dtype not in ids:
-        _checks.fail(op, "topk_ids", "int32 or int64", _checks.dtype_name(topk_ids.dtype))
-    if topk_ids.dim() != 2:
-        _checks.fail(op, "topk_ids", "[T, K]", _checks.shape(topk_ids))
-    if adapter_ids is not None:
-        if adapter_ids.dtype not in ids:
-            _checks.fail(op, "adapter_ids", "int32 or int64", _checks.dtype_name(adapter_ids.dtype))
-        if adapter_ids.dim() != 1 or adapter_ids.shape[0] != topk_ids.shape[0]:
-            must = f"[{topk_ids.shape[0]}] to match topk_ids {_checks.shape(topk_ids)}"
-            _checks.fail(op, "adapter_ids", must, _checks.shape(adapter_ids))
-        if adapter_ids.device != topk_ids.device:
-            _checks.fail(op, "adapter_ids", f"on {topk_ids.device} like topk_ids", adapter_ids.device)
-    for name, count in (("num_experts", num_experts), ("num_slots", num_slots)):
-        if count < 0:
-            _checks.fail(op, name, "zero or more", count)
-
-
-def check_values(op: str, topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> None:
-    """ValueError for expert ids outside −1 … E and adapters outside −1 … L−1. Reads the values."""
-    if topk_ids.numel():
-        low, high = (int(v) for v in torch.aminmax(topk_ids))
-        if low < -1 or high > num_experts:
-            must = f"-1 or {num_experts} (masked) or an expert 0 … {num_experts - 1}"
-            _checks.fail(op, "topk_ids", must, low if low < -1 else high)
-    if adapter_ids is not None:
-        _checks.id_values(op, adapter_ids, num_slots)
 
 
 def build(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
@@ -99,22 +69,27 @@ def build(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_sl
     return out
 
 
+def _check(values: bool, topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> None:
+    _checks_experts.plan("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
+    if values:
+        _checks_experts.expert_id_values("expert_plan", "topk_ids", topk_ids, num_experts)
+        if adapter_ids is not None:
+            _checks.id_values("expert_plan", adapter_ids, num_slots)
+
+
 def _cpu(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
-    check("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
-    check_values("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
+    _check(True, topk_ids, adapter_ids, num_experts, num_slots)
     return reference.expert_plan(topk_ids, adapter_ids, num_experts, num_slots)
 
 
 @prepared
 def _cuda(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
-    check("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
-    if _checks.CHECK_IDS and not (topk_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
-        check_values("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
+    _check(common.may_check_values(topk_ids), topk_ids, adapter_ids, num_experts, num_slots)
     return build(topk_ids, adapter_ids, num_experts, num_slots)
 
 
 def _fake(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
-    check("expert_plan", topk_ids, adapter_ids, num_experts, num_slots)
+    _check(False, topk_ids, adapter_ids, num_experts, num_slots)
     routes = topk_ids.shape[0] * topk_ids.shape[1]
     return topk_ids.new_empty(launch_experts.plan_size(routes, num_experts, num_slots, torch.sym_min), dtype=torch.int32)
 
