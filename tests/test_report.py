@@ -349,7 +349,7 @@ def test_pictures_of_every_kind_are_there_and_are_pngs(made):
     names = {path.stem.removeprefix("nvidia-made-up-") for path in made[0].glob("*.png")}
     assert names == {
         "latency-delta-plain", "latency-delta-other", "latency-plan-other", "roofline-delta", "tax-plain", "idle",
-        "host", "host-plain-r16-s8-t8", "host-wo-a-r16-s8-t1", "memory", "changes",
+        "host", "host-plain-r16-s8-t8", "host-wo-a-r16-s8-t1", "memory", "training", "changes",
     }  # fmt: skip
     for path in made[0].glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000

@@ -109,9 +109,12 @@ def tables_of(found: dict[tuple, dict]) -> str:
     return "".join(out)
 
 
+WORST = 20  # regressions that are not folded away
+
+
 def comparison_part(comparison: Comparison, pictures: list[Picture]) -> str:
     worse, better = comparison.regressions, comparison.improvements
-    head = ["op, workload", "old", "new", "change", "noise"]
+    head = ["op, workload", "old, µs", "new, µs", "change", "noise"]
 
     def lines(changes):
         for c in changes:
@@ -128,12 +131,18 @@ def comparison_part(comparison: Comparison, pictures: list[Picture]) -> str:
     parts = [
         f'<p><b class="worse">{len(worse)}</b> slower, <b class="better">{len(better)}</b> faster, beyond the noise.</p>'
     ]
-    parts += [table(head, lines(worse))] if worse else []
+    parts += list(map(figure, pictures))
+    parts += [table(head, lines(worse[:WORST]))] if worse else []
+    parts += (
+        [folded(f"{len(worse) - WORST} more that became slower", table(head, lines(worse[WORST:])))]
+        if worse[WORST:]
+        else []
+    )
     parts += [folded("what became faster", table(head, lines(better)))] if better else []
     parts += (
         [folded("rows that are gone", "<p>" + escaped(", ".join(comparison.gone)) + "</p>")] if comparison.gone else []
     )
-    return "".join(parts) + "".join(map(figure, pictures))
+    return "".join(parts)
 
 
 def page(

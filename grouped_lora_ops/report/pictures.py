@@ -481,35 +481,41 @@ def host(found: dict[tuple, dict]) -> Iterator[Picture]:
             yield Picture(f"host-{slug(workload)}", "Host cost", f"Piece by piece: {workload}", text, figure)
 
 
-def memory(found: dict[tuple, dict]) -> Iterator[Picture]:
-    rows = {
-        name: p
-        for (op, name), p in found.items()
-        if op in ("train", "expert_train") and "peak_mib" in p.get("ours", {})
-    }
-    if not rows:
-        return
+def bars(rows: dict[str, dict[str, dict]], key: str, label: str) -> Figure:
+    """A number of every workload, a bar a contender."""
     names = sorted(rows, key=lambda name: results.order(name, rows[name]), reverse=True)
     figure = Figure(figsize=(7.4, 0.46 * len(names) + 1.2), layout="constrained", dpi=130)
     axis = figure.subplots()
-    contenders = [name for name in ("ours", "torch") if any("peak_mib" in p.get(name, {}) for p in rows.values())]
+    contenders = [name for name in ("ours", "torch") if any(key in p.get(name, {}) for p in rows.values())]
     height = 0.8 / len(contenders)
     for n, contender in enumerate(contenders):
         for y, name in enumerate(names):
-            peak = rows[name].get(contender, {}).get("peak_mib")
-            if peak is not None:
+            value = rows[name].get(contender, {}).get(key)
+            if value is not None:
                 place = y + 0.4 - height * (n + 0.5)
-                axis.barh(place, peak, height=height * 0.92, color=CONTENDERS[contender][0])
-                axis.annotate(
-                    f"{peak:,.0f}", (peak, place), (4, 0), textcoords="offset points", va="center", fontsize=8
-                )
+                axis.barh(place, value, height=height * 0.92, color=CONTENDERS[contender][0])
+                at = dict(xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+                axis.annotate(f"{value:,.0f}", (value, place), **at)
     axis.set_yticks(range(len(names)), [name.removeprefix("extra-") for name in names])
     axis.grid(axis="y", visible=False)
     axis.margins(x=0.12)
-    axis.set_xlabel("MiB at the peak of one eager step, beyond its inputs")
+    axis.set_xlabel(label)
     legend(figure, [handle(name, CONTENDERS[name][0], "", "-", 6) for name in contenders])
-    text = "Forward and backward: what a step allocates at its worst moment beyond its inputs."
-    yield Picture("memory", "Memory", "Memory of a training step", text, figure)
+    return figure
+
+
+def training(found: dict[tuple, dict]) -> Iterator[Picture]:
+    """Time and memory of forward and backward."""
+    steps = {name: p for (op, name), p in found.items() if op in ("train", "expert_train") and "ours" in p}
+    if steps:
+        text = "Forward and backward in one graph. torch: autograd over the best of its own ways."
+        figure = bars(steps, "us", "µs of a step; lower is better")
+        yield Picture("training", "Training", "Time of a training step", text, figure)
+    held = {name: p for name, p in steps.items() if "peak_mib" in p["ours"]}
+    if held:
+        text = "Forward and backward: what a step allocates at its worst moment beyond its inputs."
+        figure = bars(held, "peak_mib", "MiB at the peak of one eager step, beyond its inputs")
+        yield Picture("memory", "Memory", "Memory of a training step", text, figure)
 
 
 # --- against earlier figures ---
@@ -550,7 +556,7 @@ def changes(comparison: Comparison) -> Iterator[Picture]:
     yield Picture("changes", "Against earlier figures", "What became slower or faster", text, figure)
 
 
-SECTIONS = (latency, roofline, tax, idle, host, memory)
+SECTIONS = (latency, roofline, tax, idle, host, training)
 
 
 def draw(found: dict[tuple, dict]) -> list[Picture]:
