@@ -199,6 +199,11 @@ OPTIONAL = ("base", "bias", "ranks", "plan", "row_weights", "b_gate_up", "b_down
 FOLLOWERS = ("out", "adapter_ids", "scalings", *OPTIONAL)  # arguments whose shapes the other ones decide
 
 
+def slots_of(c: Call) -> int:
+    """L of an expert op; 0 without LoRA, and then adapter ids are not read."""
+    return 0 if c.args["scalings"] is None else len(c.args["scalings"])
+
+
 def spoilt(d: Draw, c: Call) -> str:
     """Make one argument of the call certainly wrong; says which."""
     names = [n for n, v in c.args.items() if isinstance(v, torch.Tensor) or n in WRONG_CHOICES or n in OPTIONAL]
@@ -210,7 +215,8 @@ def spoilt(d: Draw, c: Call) -> str:
     ways = ["type"]
     if value is not None:
         ways += ["dtype", "axes", "scalar", *(["device"] if c.op != "plan" else [])]
-        if name.endswith("ids") and value.numel() and DEVICE == "cpu":
+        unread = name == "adapter_ids" and c.op.startswith("expert_") and c.op != "expert_plan" and not slots_of(c)
+        if name.endswith("ids") and value.numel() and not unread:
             ways += ["range"] * 3
         if name == "ranks" and value.numel():
             ways += ["range"]
@@ -249,7 +255,7 @@ def spoilt(d: Draw, c: Call) -> str:
         value = torch.full_like(value, d.of(-1, 99, label="value"))
     else:
         value = value.clone()
-        value.view(-1)[-1] = d.of(-2, 99, 2**31 - 1, -(2**31), label="value")
+        value.view(-1)[-1] = d.of(-2, 1000, 2**31 - 1, -(2**31), label="value")
     c.args[name] = value
     return f"{name}: {way}"
 
