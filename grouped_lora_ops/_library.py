@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+SPARSE = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA")
 LIBRARY = torch.library.Library("grouped_lora", "DEF")
 
 
@@ -39,7 +40,22 @@ def define(
         )
     for device in ("cpu", "cuda"):
         LIBRARY.impl(name, _autocast(op, autocast, device), f"Autocast{device.upper()}")
+    for key in SPARSE:
+        LIBRARY.impl(name, _only_dense(op, name), key)
     return op
+
+
+def _only_dense(op, name: str) -> Callable:
+    """The dispatcher comes here where an argument is sparse: a sentence in place of its list of backends, at no cost elsewhere."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def refuse(*args, **kwargs):
+        for argument, t in (*zip(names, args), *kwargs.items()):
+            if isinstance(t, torch.Tensor) and t.layout is not torch.strided:
+                layout = str(t.layout).removeprefix("torch.")
+                raise ValueError(f"grouped_lora.{name}: {argument} must be a dense tensor; got one of layout {layout}.")
+
+    return refuse
 
 
 def _autocast(op, rearrange: Callable | None, device: str) -> Callable:

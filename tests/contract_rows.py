@@ -216,6 +216,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "compiled whole, and once for every T": (
         "autograd::test_compile_traces_whole_and_once_for_every_length",
+        "autograd::test_compile_plans_and_ops_in_place_for_every_length",
         "linear::test_compile_traces_whole_and_once_for_every_length",
         "expert_autograd::test_compile_the_mlp",
         "expert_autograd::test_compile_the_projections",
@@ -259,6 +260,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "checks::test_value_errors",
         "checks::test_type_errors",
         "checks::test_integers_that_are_none",
+        "checks::test_sparse_tensors_are_refused",
         "checks::test_nothing_is_written_when_a_check_fails",
         "expert_checks::test_value_errors",
         "expert_checks::test_type_errors",

@@ -373,6 +373,11 @@ def linear_row(d: dict, t: int) -> Tensor:
 # -------------------------------------------------------------------------------------------------------------- experts
 
 
+def in_halves(d: Draw, name: str, bias: Tensor) -> Tensor:
+    """A bias [E, N], or the same as [E, 2, N/2]."""
+    return bias.unflatten(1, (2, -1)) if bias.shape[1] and bias.shape[1] % 2 == 0 and d.maybe(f"{name} in halves") else bias
+
+
 @st.composite
 def experts(draw, ops=("expert_delta", "expert_linear"), device="cpu", kernels=False):
     """A call of expert_delta or expert_linear."""
@@ -426,7 +431,7 @@ def experts(draw, ops=("expert_delta", "expert_linear"), device="cpu", kernels=F
         "adapter_ids": adapters,
         "scalings": strided_vector(d, scalings, "scalings strided") if lora else None,
         "base": d.lay("base", base, dtype) if d.maybe("base") else None,
-        "bias": d.lay("bias", bias, dtype) if d.maybe("bias") else None,
+        "bias": in_halves(d, "bias", d.lay("bias", bias, d.float32_or(dtype, "bias's dtype"))) if d.maybe("bias") else None,
         "row_weights": d.lay("row_weights", weights, wide) if d.maybe("row_weights") else None,
         "ranks": None if ranks is None or not lora else strided_vector(d, ranks, "ranks strided"),
         "plan": d.plan("expert_plan", ids, adapters, E, L) if lora and d.maybe("plan") else None,
@@ -552,14 +557,17 @@ def mlps(draw, device="cpu", kernels=False):
         **lora,
         "adapter_ids": adapters,
         "scalings": strided_vector(d, scalings, "scalings strided") if any_lora else None,
-        "b_gate_up": b1.to(d.device, d.float32_or(dtype, "b_gate_up's dtype")) if gated or d.maybe("b_gate_up") else None,
-        "b_down": b2.to(d.device, dtype) if d.maybe("b_down") else None,
+        "b_gate_up": None,
+        "b_down": d.lay("b_down", b2, d.float32_or(dtype, "b_down's dtype")) if d.maybe("b_down") else None,
         "activation": activation,
         "activation_limit": limit,
         "router_weight": placement,
         "ranks": ranks.to(d.device) if ranks is not None and any_lora else None,
         "plan": d.plan("expert_plan", ids, adapters, E, L) if any_lora and d.maybe("plan") else None,
     }
+    if gated or d.maybe("b_gate_up"):
+        b1 = d.lay("b_gate_up", b1, d.float32_or(dtype, "b_gate_up's dtype"))
+        args["b_gate_up"] = in_halves(d, "b_gate_up", b1) if gated else b1
     grad_y = d.lay("grad_y", d.integers(2, T, H), dtype)
     return Call("expert_mlp", args, grad_y, d.needs("expert_mlp", args))
 

@@ -153,6 +153,27 @@ def test_compile_traces_whole_and_once_for_every_length():
     assert counter.frame_count <= 3
 
 
+def test_compile_plans_and_ops_in_place_for_every_length():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def step(x, a, b, ids, base):
+        plan = gl.plan(ids, L)
+        h = gl.shrink(x, a, ids, plan=plan)
+        y = gl.expand(h, b, ids, SCALINGS, base=base, plan=plan)
+        out = y * 2
+        gl.expand_(out, h, b, ids, SCALINGS, plan=plan)
+        gl.delta_(out, x, a, b, ids, SCALINGS, plan=plan)
+        return y, out, gl.expert_plan(ids[:, None], ids, L, L)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    _, a, b, _, _ = tensors("wo_a", torch.float32)
+    for tokens in (17, 2, 3, 64, 200):
+        args = torch.randn(tokens, G, D), a, b, torch.arange(tokens) % (L + 1) - 1, torch.randn(tokens, G, N)
+        assert all(torch.equal(got, want) for got, want in zip(compiled(*args), step(*args)))
+    assert counter.frame_count == 1
+
+
 def test_autocast_casts_and_gradients_come_back_in_their_own_dtype():
     x, a, b, base, _ = tensors("wo_a", torch.float32)
     leaves = [t.requires_grad_() for t in (x, a, b, base)]

@@ -352,3 +352,12 @@ def test_integers_that_are_none(call, error, sentence):
         call()
     assert str(refused.value) == f"grouped_lora.{sentence}"
     assert glo.plan(zeros(3).int(), torch.tensor([2]).numpy()[0]).shape == (7,), "numpy's integers are integers"
+
+
+@pytest.mark.parametrize("name", ["x", "lora_b", "adapter_ids", "base"])
+def test_sparse_tensors_are_refused(name):
+    with pytest.raises(ValueError) as refused:
+        call("delta", **{name: arguments()[name].to_sparse()})
+    assert str(refused.value) == f"grouped_lora.delta: {name} must be a dense tensor; got one of layout sparse_coo."
+    with pytest.raises(ValueError, match=r"^grouped_lora\.shrink: x must be a dense tensor; got one of layout sparse_csr\.$"):
+        glo.shrink(zeros(T, D).to_sparse_csr(), zeros(L, R, D), zeros(T).int())

@@ -214,7 +214,7 @@ def spoilt(d: Draw, c: Call) -> str:
         return name
     ways = ["type"]
     if value is not None:
-        ways += ["dtype", "axes", "scalar", *(["device"] if c.op != "plan" else [])]
+        ways += ["dtype", "axes", "scalar", "sparse", *(["device"] if c.op != "plan" else [])]
         unread = name == "adapter_ids" and c.op.startswith("expert_") and c.op != "expert_plan" and not slots_of(c)
         if name.endswith("ids") and value.numel() and not unread:
             ways += ["range"] * 3
@@ -235,6 +235,8 @@ def spoilt(d: Draw, c: Call) -> str:
         value = None
     elif way == "dtype":
         value = value.to(d.of(torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn, label="dtype"))
+    elif way == "sparse":
+        value = value.detach().contiguous().to_sparse()
     elif way == "axes":
         value = value[None, None, None]
     elif way in ("longer", "slots"):
@@ -310,7 +312,8 @@ def check_refusal(bad):
     """ValueError or TypeError in one sentence that names the op, or, where the call may be good, none; never another one."""
     c, certain, what = bad
     out = c.args.get("out")
-    before = surroundings(out).clone() if isinstance(out, torch.Tensor) and not out.is_meta else None
+    held = isinstance(out, torch.Tensor) and out.layout is torch.strided and not out.is_meta
+    before = surroundings(out).clone() if held else None
     try:
         getattr(gl, c.op)(**c.args)
     except (ValueError, TypeError) as error:
