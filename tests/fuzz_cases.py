@@ -152,8 +152,9 @@ class Draw:
         return self.draw(st.one_of(st.integers(1, most), st.integers(0, most), *([st.sampled_from(odd)] if odd else [])), label=label)
 
     def dtype(self):
-        """float64 is for the CPU's implementation alone."""
-        return self.of(*DTYPES.values(), *([] if self.kernels else [torch.float64]), label="dtype")
+        """float64 is for the CPU's implementation alone; a GPU compiles kernels for every dtype."""
+        few = [torch.bfloat16, torch.float32] if self.device != "cpu" else [*DTYPES.values()]
+        return self.of(*few, *([] if self.kernels else [torch.float64]), label="dtype")
 
     def float32_or(self, dtype, label):
         return self.of(dtype, *([torch.float32] if dtype != torch.float64 else []), label=label)
@@ -169,7 +170,8 @@ class Draw:
 
     def lay(self, name: str, t: Tensor, dtype: torch.dtype, writable=False) -> Tensor:
         """t in a drawn layout; `expanded` repeats one entry of an axis by stride 0, which changes the values."""
-        t, layout = t.to(dtype), self.of(*LAYOUTS[: -1 if writable else None], label=f"{name} lies")
+        layouts = LAYOUTS if self.device == "cpu" else ("dense", "dense", "slice", "expanded")  # others are kernels of their own
+        t, layout = t.to(dtype), self.of(*layouts[: -1 if writable else None], label=f"{name} lies")
         if t.dim() < 2 and layout == "transposed" or t.dim() == 0:
             layout = "dense"
         if layout == "expanded" and not t.isfinite().all():

@@ -128,7 +128,8 @@ def test_kernels_in_the_interpreter(fuzz, kind):
 @pytest.mark.gpu
 @kinds
 def test_ops_on_a_gpu(fuzz, kind):
-    fuzz(lambda call: compare(call, run_public), STRATEGIES[kind][0](device="cuda", kernels=True), 25)
+    """Few calls, for each compiles kernels; with --fuzz-seconds as many as there is time for."""
+    fuzz(lambda call: compare(call, run_public), STRATEGIES[kind][0](device="cuda", kernels=True), 8)
 
 
 @st.composite
@@ -171,7 +172,7 @@ def test_plans(fuzz):
 
 @pytest.mark.gpu
 def test_plans_on_a_gpu(fuzz):
-    fuzz(lambda batch: check_plans(public, batch[1], batch[0], *batch[2:]), batches(device="cuda", kernels=True), 25)
+    fuzz(lambda batch: check_plans(public, batch[1], batch[0], *batch[2:]), batches(device="cuda", kernels=True), 12)
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
