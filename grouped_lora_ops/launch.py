@@ -49,8 +49,6 @@ class ShrinkConfig:
     num_warps: int
     num_stages: int
     span: int = 1  # chunks a program takes in turn, where split
-    eager: bool = False  # one slot: x is asked for before the ids are known, so also where no row has the adapter
-    warm: bool = False  # calls what the expand will add to into the L2
     pdl: bool = False  # the expand behind it may start early
     early: bool = False  # it may itself start before the kernel ahead has ended
 

@@ -122,7 +122,7 @@ def force(monkeypatch):
     cuda: csrc/delta.cu (on a GPU); merged: the groups' rows in one tile; spread: two clusters share N; early: not
     started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused,
     split, whole: delta in one launch, or two with the sum over D cut or not; span: three of its chunks a
-    program, which asks for x before it knows the ids. tall: 64-row tiles and several blocks of N
+    program. tall: 64-row tiles and several blocks of N
     a program.
     """
     from grouped_lora_ops import launch
@@ -158,9 +158,9 @@ def force(monkeypatch):
 
             monkeypatch.setattr(launch, "delta", choose)
         elif "split" in words:
-            more = {"span": 3, "eager": True, "warm": True} if "span" in words else {}
+            span = 3 if "span" in words else 1
             monkeypatch.setattr(
-                launch, "delta", lambda p: launch.DeltaConfig(None, replace(launch.shrink(p, True), **more), launch.expand(p))
+                launch, "delta", lambda p: launch.DeltaConfig(None, replace(launch.shrink(p, True), span=span), launch.expand(p))
             )
         elif "whole" in words:
             monkeypatch.setattr(launch, "delta", lambda p: launch.DeltaConfig(None, launch.shrink(p), launch.expand(p)))

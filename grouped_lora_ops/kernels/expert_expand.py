@@ -51,22 +51,15 @@ def load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank):
 def blocks_of_n(
     high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank, n_first, n_last, factor,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, STAGES: tl.constexpr,
-    TAIL: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Columns n_first … n_last−1 of a tile whose h is split into high and low.
-
-    TAIL: b's vectors reach past the rank, into columns that may hold anything. To zero them takes B through registers, and the
-    loop out of its pipeline: 20 % of a prefill.
-    """
+    """Columns n_first … n_last−1 of a tile whose h is split into high and low."""
     r = tl.arange(0, BLOCK_R)
     for n0 in tl.range(n_first, n_last, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
         n_in = n < n_last
         mask = inside[:, None] & n_in[None, :]
-        if TAIL:
-            b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
-        else:
-            b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=(r < rank)[:, None] & n_in[None, :], other=0.0)
+        b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
         base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
         if HAS_BASE:
             base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
@@ -153,16 +146,10 @@ def expert_expand_kernel(
         if PDL:
             tl.extra.cuda.gdc_wait()
         high, low, scale = split(load_h(h, h_rows, inside, rank, R, h_c, 0, CHUNKS, H_VEC, BLOCK_R), DTYPE)
-        if load_rank == rank:
-            blocks_of_n(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
-                n_first, n_last, factor, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, False, OUT, PRECISION,
-            )  # fmt: skip
-        else:
-            blocks_of_n(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
-                n_first, n_last, factor, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, 1, True, OUT, PRECISION,
-            )  # fmt: skip
+        blocks_of_n(
+            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
+            n_first, n_last, factor, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
+        )  # fmt: skip
     else:
         n = n_first + tl.arange(0, BLOCK_N)
         n_in = n < n_last

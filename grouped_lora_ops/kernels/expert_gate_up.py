@@ -13,7 +13,7 @@ from .expert_expand import load_b, load_h
 from .expert_rows import ACTIVATIONS, activate
 from .expert_tile import expert_tile
 from .shrink import strides
-from .tile import dot, dot_split, launch, round_to, split, unit_axis, vector_width
+from .tile import dot, dot_split, launch, round_to, scaled, split, unit_axis, vector_width
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def half_delta(
         r = block * BLOCK_R + tl.arange(0, BLOCK_R)
         b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
         h_tile = load_h(h, h_rows, inside, rank, R, h_c, block * BLOCK_R, CHUNKS, H_VEC, BLOCK_R)
-        high, low, scale = split(h_tile * scaling, DTYPE)
+        high, low, scale = split(scaled(h_tile, scaling), DTYPE)
         acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
     return acc
 

@@ -8,7 +8,7 @@ from ..launch_experts import ExpertLinearConfig, cdiv
 from .expert_expand import load_b, load_h
 from .expert_tile import expert_tile
 from .shrink import strides
-from .tile import dot, dot_split, launch, round_to, split, unit_axis, vector_width
+from .tile import dot, dot_split, launch, round_to, scaled, split, unit_axis, vector_width
 
 NONE = tl.constexpr(0)
 IN_SUM = tl.constexpr(1)  # y = (sum + bias) · weight, rounded once
@@ -139,7 +139,7 @@ def expert_linear_kernel(
                     h_tile = load_h(
                         h, h_rows + s * (h_g * H_VEC), inside, rank, R, h_c, block * BLOCK_R, CHUNKS, H_VEC, BLOCK_R
                     )
-                    high, low, scale = split(h_tile * scaling, DTYPE)
+                    high, low, scale = split(scaled(h_tile, scaling), DTYPE)
                     acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
     if weights is not None:
         weight = tl.load(weights + wide_rows * r_m, mask=inside, other=0.0).to(tl.float32)[:, None]

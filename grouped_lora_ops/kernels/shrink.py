@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ShrinkConfig, cdiv
-from .tile import SINGLE, dot, launch, prefetch, slice_bounds, tile_rows, unit_axis, vector_width
+from .tile import dot, launch, slice_bounds, tile_rows, unit_axis, vector_width
 
-_SIZES = ("next_lines", "T", "L", "D", "R", "ids_stride")
+_SIZES = ("T", "L", "D", "R", "ids_stride")
 
 
 @triton.jit
@@ -75,21 +75,19 @@ def shrink_rows(
 @triton.jit(do_not_specialize=_SIZES + ("x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d", "h_c", "h_t", "h_g"),
             do_not_specialize_on_alignment=("ids", "plan", "ranks", "scalings"))  # fmt: skip
 def shrink_kernel(
-    x, a, h, ids, plan, ranks, scalings, next, next_lines: "i32",
+    x, a, h, ids, plan, ranks, scalings,
     T: "i32", L: "i32", D: "i32", R: "i32", ids_stride: "i64",
     x_t: "i64", x_g: "i64", x_d: "i64", a_l: "i64", a_g: "i64", a_r: "i64", a_d: "i64",
     h_c: "i64", h_t: "i64", h_g: "i64",
     SIZES: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, FILL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr,
-    A_VEC: tl.constexpr, A_UNIT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
+    A_VEC: tl.constexpr, A_UNIT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x's axes (t, g, d), a's (l, g, r, d); unit axes are 2 for x, 3 (d) or 2 (r) for a, −1 for none.
 
     SPAN: so many chunks a program, their sums at h[chunk]; 0: the sum of all. FILL: rows without an adapter and columns
     past the rank are written as zeros. SIZES: group g reads that slice of x's and a's last axis, in place of D.
-    EAGER: one slot's rows are read before it is known which of them have it. next: memory that the kernel behind reads, called
-    into the L2 here.
     """
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
         tl.extra.cuda.gdc_wait()
@@ -102,13 +100,6 @@ def shrink_kernel(
     if SPAN == 0:
         last = CHUNKS
     group = tl.program_id(2)
-    if next is not None:
-        programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-        lines = tl.cdiv(next_lines, programs)
-        begin = ((group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)) * lines
-        for line in range(begin, tl.minimum(begin + lines, next_lines), 128):
-            at = tl.minimum(line + tl.arange(0, 128), next_lines - 1).to(tl.int64)
-            prefetch(next + at * (1024 // next.dtype.element_ty.primitive_bitwidth))
     slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M, BLOCK_T, BLOCK_L)
     if slot > L or (slot == L and not FILL):
         return
@@ -152,11 +143,8 @@ def shrink_kernel(
     written = active[:, None] & (columns < R)[None, :]
     if FILL:
         written = inside[:, None] & (columns < R)[None, :]
-    read = active
-    if EAGER and MODE == SINGLE:
-        read = inside
     total = shrink_rows(
-        x_base, a_base, T, D, x_d, a_r, a_d, wide_rows * (x_t * X_VEC), read, r0, load_rank,
+        x_base, a_base, T, D, x_d, a_r, a_d, wide_rows * (x_t * X_VEC), active, r0, load_rank,
         BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, SPAN == 1, EVEN_K, PRECISION,
         out, h_c, keep, scaling, written, SPAN > 1,
     )  # fmt: skip
@@ -181,9 +169,8 @@ def shrink(
     sizes: tuple | None,
     fill: bool,
     config: ShrinkConfig,
-    following: Tensor | None = None,
 ) -> None:
-    """Write h = x Aᵀ, all of it (one chunk) or chunk by chunk (config.split); config.warm: following is read next."""
+    """Write h = x Aᵀ, all of it (one chunk) or chunk by chunk (config.split)."""
     tokens, groups = h.shape[1], h.shape[2]
     slots, features, rank = a.shape[0], x.shape[2], a.shape[2]
     x_unit, a_unit = unit_axis(x, 2), unit_axis(a, 3, 2)
@@ -201,15 +188,12 @@ def shrink(
         slices = tuple([size // x_vec for size in sizes])
         even = all(size % config.block_k == 0 for size in sizes)
     xs, as_ = strides(x, x_unit, x_vec), strides(a, a_unit, a_vec)
-    lines = 0
-    if config.warm and following is not None and following.is_contiguous():
-        lines = following.numel() * following.element_size() // 128
     launch(
         name,
         shrink_kernel,
         (config.tiles * cdiv(rank, config.block_r), cdiv(config.chunks, span) if span else 1, groups),
         (
-            x, a, h, ids, plan, ranks, scalings, following if lines else None, lines,
+            x, a, h, ids, plan, ranks, scalings,
             tokens, slots, features // x_vec if x_unit == 2 else features, rank, ids.stride(0),
             xs[0], 0 if x.shape[1] == 1 else xs[1], xs[2],
             as_[0], 0 if a.shape[1] == 1 else as_[1], as_[2], as_[3],
@@ -218,7 +202,7 @@ def shrink(
         (
             slices, config.mode, config.block_m, config.block_r, config.block_k, config.chunk, config.chunks,
             span, fill, config.block_t, config.block_l, x_vec, x_unit, a_vec, a_unit, even,
-            config.precision, config.pdl, config.eager,
+            config.precision, config.pdl,
         ),
         config.num_warps,
         config.num_stages,

@@ -113,6 +113,13 @@ def round_to(v, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def scaled(h, factor):
+    """factor · h, rounded: a multiplication that no compiler can join with `split`'s subtraction, whose bits would then depend
+    on the code around it (measured on an H200: they did)."""
+    return tl.fma(h, factor, 0.0)
+
+
+@triton.jit
 def split(h, DTYPE: tl.constexpr):
     """(high, low, scale): float32 h as (high + low) · scale for a matrix unit that multiplies DTYPE operands.
 

@@ -104,7 +104,7 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     h_groups = dims.groups if dims.h_grouped else 1
     chunks = config.shrink.chunks if config.shrink.split else 1
     h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
-    shrink.shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink, base)
+    shrink.shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink)
     expand.expand(name, h, bg, baseg, outg, adapter_ids, plan, ranks, scalings, sizes, 1, copy, config.expand)
 
 
