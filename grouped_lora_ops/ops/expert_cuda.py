@@ -23,7 +23,7 @@ def delta(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weight
     experts, slots, rank, features = max(a.shape[1], b.shape[1]), a.shape[0], a.shape[3], x.shape[1]
     if min(a.shape[1], b.shape[1]) == 0:
         experts = 0
-    to = routing(name, expert_ids, adapter_ids, experts, slots, plan)
+    to = routing(expert_ids, adapter_ids, experts, slots, plan)
     if out.numel() == 0:
         return out
     if rank == 0 or slots == 0 or features == 0 or experts == 0:
@@ -51,6 +51,6 @@ def linear(x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias, r
     slots = 0 if lora_a is None else lora_a.shape[0]
     if lora_a is None:  # a plan is cut by the slots of the layer's adapters, which this call does not know
         adapter_ids = plan = None
-    to = routing("expert_linear", expert_ids, adapter_ids, weight.shape[0], slots, plan)
+    to = routing(expert_ids, adapter_ids, weight.shape[0], slots, plan)
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     return projection("expert_linear", x, weight, lora_a, lora_b, to, scalings, bias, row_weights, ranks, False)

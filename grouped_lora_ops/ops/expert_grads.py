@@ -61,7 +61,7 @@ def run_wgrad(
 
 def per_expert(to: Routing) -> Routing:
     """The routing by experts alone: the gradients of base weights and biases do not know slots."""
-    return routing("expert_linear", to.ids, None, to.experts, 0, None, True)
+    return routing(to.ids, None, to.experts, 0, None, True)
 
 
 def weight_grad(name: str, grad: Tensor, x: Tensor, weight: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
@@ -170,7 +170,7 @@ def delta_backward(
     if 0 in (routes, slots, experts, lora_a.shape[-2], x.shape[1], grad_y.shape[1]):
         return tuple([wanted(t, need, x) for t, need in zip((x, lora_a, lora_b, row_weights), needs)])
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
-    to = routing(name, expert_ids, adapter_ids, experts, slots, plan, True)
+    to = routing(expert_ids, adapter_ids, experts, slots, plan, True)
     found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, needs[1:])
     dx = x.new_empty(0)
     if needs[0]:
@@ -229,7 +229,7 @@ def linear_backward(
     if lora_a is None:
         adapter_ids = plan = None
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
-    to = routing(name, expert_ids, adapter_ids, weight.shape[0], slots, plan, need_a or need_b)
+    to = routing(expert_ids, adapter_ids, weight.shape[0], slots, plan, need_a or need_b)
     dx = dweight = dbias = dw = x.new_empty(0)
     v, da, db = None, wanted(lora_a, need_a, x), wanted(lora_b, need_b, x)
     if lora and (need_x or need_a or need_b or need_w):

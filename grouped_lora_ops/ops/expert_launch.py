@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, launch_experts
+from .. import launch_experts
 from ..reference.expert_delta import forms
 from . import common
 from .expert_plan import build
@@ -44,14 +44,9 @@ class Routing(NamedTuple):
         return t.shape[0] != self.routes
 
 
-def routing(op: str, ids: Tensor, adapters: Tensor | None, experts: int, slots: int, plan: Tensor | None, sort: bool = False) -> Routing:
+def routing(ids: Tensor, adapters: Tensor | None, experts: int, slots: int, plan: Tensor | None, sort: bool = False) -> Routing:
     """The routing with the plan that kernels need: the caller's or one made here; none for few routes unless `sort`."""
     routes = ids.shape[0] * ids.shape[1]
-    if plan is not None:
-        size = common.configured(launch_experts.plan_size, routes, experts, slots)
-        if plan.shape[0] != size:
-            must = f"[{size}] for {routes} routes, {experts} experts and {slots} slots, from grouped_lora.expert_plan"
-            _checks.fail(op, "plan", must, _checks.shape(plan))
     if not (sort or launch_experts.needs_plan(routes)):
         plan = None
     elif plan is None:

@@ -19,11 +19,11 @@ class Layer(Mlp):
     def prepared(self) -> Layer:
         return self._replace(ranks=common.contiguous(self.ranks), scalings=common.contiguous(self.scalings))
 
-    def routing(self, name: str, sort: bool = False) -> Routing:
+    def routing(self, sort: bool = False) -> Routing:
         factor = self.gate_up_a if self.gate_up_a is not None else self.down_a
         if factor is None:  # a plan is cut by the slots of the layer's adapters, which this call does not know
-            return routing(name, self.topk_ids, None, self.w_down.shape[0], 0, None, sort)
-        return routing(name, self.topk_ids, self.adapter_ids, self.w_down.shape[0], factor.shape[0], self.plan, sort)
+            return routing(self.topk_ids, None, self.w_down.shape[0], 0, None, sort)
+        return routing(self.topk_ids, self.adapter_ids, self.w_down.shape[0], factor.shape[0], self.plan, sort)
 
     @property
     def weights(self) -> Tensor:  # [M]
@@ -80,14 +80,14 @@ class Layer(Mlp):
 
 def mlp(*args) -> Tensor:
     name, layer = "expert_mlp", Layer(*args).prepared()
-    to = layer.routing(name)
+    to = layer.routing()
     return layer.combined(name, layer.activated_at_once(name, to), to)
 
 
 def mlp_train(*args) -> tuple[Tensor, Tensor]:
     """(y, h1)."""
     name, layer = "expert_mlp", Layer(*args).prepared()
-    to = layer.routing(name)
+    to = layer.routing()
     h1 = layer.hidden(name, to)
     return layer.combined(name, layer.activated(name, h1, to), to), h1
 
@@ -101,7 +101,7 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
     differentiable = (x, layer.topk_weights, *layer[3:9], layer.b_gate_up, layer.b_down)
     if 0 in (layer.topk_ids.numel(), layer.w_down.shape[0], x.shape[1]):
         return tuple([wanted(t, need, x) for t, need in zip(differentiable, needs)])
-    to = layer.routing(name, need_gua or need_gub or need_da or need_db)
+    to = layer.routing(need_gua or need_gub or need_da or need_db)
     by_expert = per_expert(to) if need_wgu or need_wd or need_bgu or need_bd else None
     weights, nothing = layer.weights, x.new_empty(0)
     if h1 is None:
