@@ -265,7 +265,7 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
     if p.tokens * p.groups < 16 * p.sms:
         return _shrink(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
-        return _shrink(p, 64 if rows >= 64 else 16, block_r, 64, 4, 5, False)
+        return _shrink(p, 64, block_r, 128, 4, 4, False) if rows >= 64 else _shrink(p, 16, block_r, 64, 4, 5, False)
     if block_r == 64 and rows < 1024:
         return _shrink(p, 16, block_r, 128, 4, 5, False)
     return _shrink(p, 32 if rows >= 32 else 16, block_r, 128, 4, 4, False)
@@ -414,6 +414,9 @@ def _triton(p: Problem) -> DeltaConfig:
     # Blocks that wait early take the room, and the even spread over multiprocessors, from what runs: with more than one
     # adapter or many rows that cost up to 25 % (wo_a r 64 T = 1024: 34.5 µs, not 27.9); it gains 0.1 to 0.9 here.
     early = pdl and p.slots == 1 and (p.tokens <= 8 or (p.tokens <= 64 and (p.groups > 1 or p.rank <= 32)))
+    if p.itemsize == 2 and rank_block(p.rank, 2) == 64 and _rows_per_slot(p) >= 1024 and work >= 16 * p.sms:
+        first = replace(_shrink(p, 64, 64, 64, 4, 5, True), span=2, pdl=pdl)
+        return DeltaConfig(None, first, replace(expand(p, pdl=pdl), block_m=16, block_n=128, num_warps=4, loop=4, num_stages=3, tiles=tile_count(16, p.tokens, p.slots, p.slots == 1)))
     return DeltaConfig(None, replace(shrink(p, split=split), pdl=pdl, early=early), expand(p, pdl=pdl))
 
 
