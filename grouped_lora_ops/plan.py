@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import launch_experts
+from ._checks import dtype_name
 
 
 class PlanView(NamedTuple):
@@ -31,7 +32,7 @@ def view(plan: Tensor, num_slots: int) -> PlanView:
     tokens = plan.shape[0] - num_slots - 2
     if plan.dim() != 1 or plan.dtype != torch.int32 or tokens < 0:
         raise ValueError(
-            f"grouped_lora.plan: plan must be int32 [T + {num_slots + 2}]; got {str(plan.dtype).removeprefix('torch.')} "
+            f"grouped_lora.plan: plan must be int32 [T + {num_slots + 2}]; got {dtype_name(plan.dtype)} "
             f"{list(plan.shape)}."
         )
     return PlanView(plan[:tokens], plan[tokens:])
@@ -65,7 +66,7 @@ def expert_view(plan: Tensor, routes: int, num_experts: int, num_slots: int) -> 
     if plan.dim() != 1 or plan.dtype != torch.int32 or plan.shape[0] != size:
         raise ValueError(
             f"grouped_lora.expert_plan: plan must be int32 [{size}] for {routes} routes, {num_experts} experts and "
-            f"{num_slots} slots; got {str(plan.dtype).removeprefix('torch.')} {list(plan.shape)}."
+            f"{num_slots} slots; got {dtype_name(plan.dtype)} {list(plan.shape)}."
         )
     room = launch_experts.plan_room(routes, num_experts, num_slots)
     return ExpertPlanView(*plan.split([routes, num_experts, 1, room, room + 1]))

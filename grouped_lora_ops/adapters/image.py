@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._checks import dtype_name
 from ..layouts import Buffer, Model, Share
 from ..layouts.model import WHOLE
 from .adapter import Adapter, ExpertModule, LoraModule, common_scaling, report, scaled
@@ -52,7 +53,7 @@ class BankPlan:
             return f"{size / 2**20:.1f} MiB"
 
         return (
-            f"{self.slots} slots of {mib(self.slot_bytes)} (rank {self.rank}, {str(self.dtype)[6:]}, {len(self.buffers)} buffers): "
+            f"{self.slots} slots of {mib(self.slot_bytes)} (rank {self.rank}, {dtype_name(self.dtype)}, {len(self.buffers)} buffers): "
             f"{mib(self.device_bytes)} on the device, {mib(self.host_bytes)} on the host"
         )
 
@@ -136,7 +137,7 @@ def fill(plan: BankPlan, adapter: Adapter, image: Tensor, scalings: Tensor, rank
         if found is not None:
             ranks[n], scalings[n] = found
             if not (a.isfinite().all() and b.isfinite().all()):
-                problems.append(f"{buffer.key}: a factor is not finite in {str(plan.dtype)[6:]}.")
+                problems.append(f"{buffer.key}: a factor is not finite in {dtype_name(plan.dtype)}.")
     if problems:
         raise report("AdapterBank: the adapter does not fit; nothing was loaded:", problems)
 

@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from .._checks import dtype_name
 from ..layouts import Fused, Model, Place
 from .adapter import Adapter, Base, ExpertModule, LoraModule, report
 from .config import (
@@ -246,7 +247,7 @@ class _Reading:
                 continue
             pair[key["factor"]] = Factor(name, tensor, key["module"])
             if tensor.dtype not in _DTYPES:
-                self.problems.append(f"{name} must be bfloat16, float16, float32 or float64; got {str(tensor.dtype)[6:]}.")
+                self.problems.append(f"{name} must be bfloat16, float16, float32 or float64; got {dtype_name(tensor.dtype)}.")
                 pair[key["factor"]].bad = True
         if self.model is None:
             return

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import dtype_name
 from .adapter import Adapter
 
 
@@ -93,7 +94,7 @@ def stack_adapters(
             for name, factor in (("A", a), ("B", b)):
                 if not factor.isfinite().all():
                     problems.append(
-                        f"adapters[{l}]'s {name} of {module} overflows {str(dtype).removeprefix('torch.')}."
+                        f"adapters[{l}]'s {name} of {module} overflows {dtype_name(dtype)}."
                     )
             lora_a[l, : lora.rank] = a.to(device)
             lora_b[l, ..., : lora.rank] = b.view(*b_shape, lora.rank).to(device)

@@ -14,6 +14,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
+from .._checks import dtype_name
 from ..layouts import Model, Place, Sized
 from .adapter import Adapter, Base, ExpertModule, LoraModule, report
 from .collective import Together
@@ -171,7 +172,7 @@ def _check_factors(name, factors, want, lora, problems) -> None:
         if list(factor.shape) != shape:
             problems.append(f"{name}: {kind} must be {shape}; got {list(factor.shape)}.")
         elif factor.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            problems.append(f"{name}: {kind} must be bfloat16, float16, float32 or float64; got {str(factor.dtype)[6:]}.")
+            problems.append(f"{name}: {kind} must be bfloat16, float16, float32 or float64; got {dtype_name(factor.dtype)}.")
         elif not factor.isfinite().all():
             problems.append(f"{name}: {kind} holds NaN or Inf.")
     if not isinstance(lora.scaling, (int, float)) or not abs(lora.scaling) < float("inf"):

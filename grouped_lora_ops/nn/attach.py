@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._checks import dtype_name
 from ..adapters import Adapter, AdapterBank
 from ..adapters.collective import Together
 from ..adapters.image import fill, lay_out, views
@@ -252,7 +253,7 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
             if wrong:
                 problems.append(f"{path}: {wrong}.")
             elif dtype is not None and plain and weight.dtype != dtype:
-                problems.append(f"{path}: the bank must be {str(weight.dtype)[6:]} like the weight; got {str(dtype)[6:]}.")
+                problems.append(f"{path}: the bank must be {dtype_name(weight.dtype)} like the weight; got {dtype_name(dtype)}.")
             p = one.places[0].projection
             columns = one.parts[0].columns
             if options.tp_group is None and p.facts.shard is Shard.ROW and columns.stop - columns.start < p.in_features:

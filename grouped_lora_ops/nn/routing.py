@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._checks import dtype_name
 from ..ops import plan as make_plan
 from ..plan import refill
 
@@ -78,7 +79,7 @@ class Routing:
             ids = torch.tensor(ids, dtype=torch.int32)
         elif ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"grouped_lora_ops.nn.Routing: ids must be int32 or int64 [n]; got {str(ids.dtype)[6:]} {list(ids.shape)}."
+                f"grouped_lora_ops.nn.Routing: ids must be int32 or int64 [n]; got {dtype_name(ids.dtype)} {list(ids.shape)}."
             )
         elif ids.device.type == "cpu":
             active = bool((ids >= 0).any())
