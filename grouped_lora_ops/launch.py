@@ -32,6 +32,11 @@ class Problem:
     slots: int
     shared_a: bool = False  # one A for several groups that each have an input
 
+    @property
+    def rows_per_slot(self) -> float:
+        """Of evenly spread ids."""
+        return self.tokens / max(1, min(self.tokens, self.slots))
+
 
 @dataclass(frozen=True)
 class ShrinkConfig:
@@ -197,6 +202,11 @@ def has_pdl(arch: str) -> bool:
     return int(arch.removeprefix("sm_")) >= 90
 
 
+def narrow(arch: str) -> bool:
+    """Whether a block has 99 KB of shared memory only (consumer GPUs), not 163 or more."""
+    return int(arch.removeprefix("sm_")) not in (80, 87, 90, 100, 101, 103, 110)
+
+
 def needs_plan(tokens: int, slots: int) -> bool:
     return row_mode(tokens, slots) == PLAN
 
@@ -209,10 +219,6 @@ def _blocks(mode: int, tokens: int, slots: int) -> tuple[int, int]:
     if mode == PLAN:
         return 16, block_l
     return (16 if tokens <= 16 else 64 if tokens <= 64 else SCAN_TOKENS), block_l
-
-
-def _rows_per_slot(p: Problem) -> float:
-    return p.tokens / max(1, min(p.tokens, p.slots))
 
 
 def estimated_tiles(p: Problem, block_m: int) -> int:
@@ -245,8 +251,10 @@ def _shrink(p: Problem, block_m: int, block_r: int, block_k: int, num_warps: int
 
 def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
     """Rows, ranks and stages that were fastest on an H200 (bench/tune.py, bench/NOTES.md), in bf16."""
-    block_r, rows = rank_block(p.rank, p.itemsize), _rows_per_slot(p)
+    block_r, rows = rank_block(p.rank, p.itemsize), p.rows_per_slot
     if split and p.tokens <= 64:
+        if block_r <= 16 < p.tokens and p.slots > 1:
+            return _shrink(p, 16, block_r, 128, 2, 4, True)
         # few programs: spread them over r; each loads its whole chunk of A at once
         programs = estimated_tiles(p, 16) * p.groups * chunks_of(p.in_features)
         while block_r > 16 and programs * rank_block(p.rank, p.itemsize) // block_r < p.sms // 2:
@@ -254,6 +262,16 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
         if block_r <= 32:
             return _shrink(p, 16, block_r, 128, 4, 4, True)
         return _shrink(p, 16, block_r, 64, 4, 6 if block_r <= 64 else 4, True)
+    if split and p.itemsize == 2 and block_r <= 64 and rows >= 32 and not narrow(p.arch):
+        if p.tokens * p.groups < 4096:
+            if rows < 256:
+                return _shrink(p, 32, block_r, 128, 4, 3, True)
+            return _shrink(p, 64, block_r, 64, 8 if block_r == 64 else 4, 6, True)
+        # one wave of programs, each with several chunks of D: 13.5 µs where one chunk each took 14.5 (wo_a r 16, T = 1024)
+        if block_r == 64 and rows < 1024:
+            return replace(_shrink(p, 32, block_r, 128, 4, 4, True), span=4)
+        if rows >= 64:
+            return replace(_shrink(p, 64, block_r, *((128, 4, 3) if block_r <= 32 else (64, 4, 5)), True), span=2)
     if split:
         block_m = 64 if rows >= 256 and (block_r >= 64 or p.tokens * p.groups >= 4096) else 32 if rows >= 32 else 16
         while block_m > 16 and estimated_tiles(p, block_m) * p.groups * chunks_of(p.in_features) < p.sms // 2:
@@ -265,7 +283,9 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
     if p.tokens * p.groups < 16 * p.sms:
         return _shrink(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
-        return _shrink(p, 64, block_r, 128, 4, 4, False) if rows >= 64 else _shrink(p, 16, block_r, 64, 4, 5, False)
+        if rows < 64:
+            return _shrink(p, 16, block_r, 64, 4, 5, False)
+        return _shrink(p, 64, block_r, 64, 4, 5, False) if narrow(p.arch) else _shrink(p, 64, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 1024:
         return _shrink(p, 16, block_r, 128, 4, 5, False)
     return _shrink(p, 32 if rows >= 32 else 16, block_r, 128, 4, 4, False)
@@ -273,7 +293,7 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
 
 def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
     """As `shrink`: small tiles while programs are few, then several blocks of N a program behind one load of h."""
-    mode, rows, block_r = row_mode(p.tokens, p.slots), _rows_per_slot(p), rank_block(p.rank, p.itemsize)
+    mode, rows, block_r = row_mode(p.tokens, p.slots), p.rows_per_slot, rank_block(p.rank, p.itemsize)
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
     work = p.tokens * p.groups
     block_m, block_n, num_warps, loop, num_stages = 16, 128, 4, 1, 1
@@ -282,9 +302,16 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
     programs = estimated_tiles(p, 16) * p.groups * cdiv(p.out_features, block_n)
     if programs > 4 * p.sms:
         loop, num_stages = 4, 3
+    elif p.itemsize == 2 and block_r <= 64 and p.tokens > SCAN_TOKENS:
+        if rows >= 256 and p.out_features % 256 == 0:
+            block_n, num_warps = 256, 8
+        elif block_r == 64 and rows >= 32:
+            loop, num_stages = 2, 2
     if work >= 4096 and rows >= 32:
-        block_m, loop = (32, 2) if block_r <= 32 else (32, 4) if rows < 256 else (16, 4)
-        num_stages = 2 if loop == 2 else 3
+        if block_r <= 32:
+            block_m, loop, num_stages = (16, 2, 2) if rows >= 1024 else (32, 2, 1)
+        else:
+            block_m, loop, num_stages = 32 if rows < 256 else 16, 4, 3
     if work >= 8192 and block_r > 32:
         if rows >= 2048:
             block_m, block_n, num_warps, loop, num_stages = 128, 64, 8, 8, 3
@@ -335,7 +362,7 @@ def fused(p: Problem, block_m: int, **changes) -> FusedConfig:
 
 def _fused(p: Problem) -> FusedConfig | None:
     """The one-launch kernel where the rows alone fill the GPU and it was faster than two launches, else None."""
-    block_r, rows, work = rank_block(p.rank, p.itemsize), _rows_per_slot(p), p.tokens * p.groups
+    block_r, rows, work = rank_block(p.rank, p.itemsize), p.rows_per_slot, p.tokens * p.groups
     if p.itemsize == 4:
         return fused(p, 64) if p.rank <= block_r and rows >= 64 and work >= 128 * p.sms else None
     if block_r <= 32 and work >= 128 * p.sms and rows >= 64:
@@ -409,14 +436,12 @@ def _triton(p: Problem) -> DeltaConfig:
     if one is not None:
         return DeltaConfig(one, None, None)
     work = p.tokens * p.groups
-    split = work < 16 * p.sms or (work < 64 * p.sms and rank_block(p.rank, p.itemsize) <= 32)
+    block_r = rank_block(p.rank, p.itemsize)
+    split = work < 16 * p.sms or (block_r <= 32 and work < 64 * p.sms) or (block_r == 64 and p.rows_per_slot >= 512 and work < 48 * p.sms)
     pdl = has_pdl(p.arch)
     # Blocks that wait early take the room, and the even spread over multiprocessors, from what runs: with more than one
     # adapter or many rows that cost up to 25 % (wo_a r 64 T = 1024: 34.5 µs, not 27.9); it gains 0.1 to 0.9 here.
     early = pdl and p.slots == 1 and (p.tokens <= 8 or (p.tokens <= 64 and (p.groups > 1 or p.rank <= 32)))
-    if p.itemsize == 2 and rank_block(p.rank, 2) == 64 and _rows_per_slot(p) >= 1024 and work >= 16 * p.sms:
-        first = replace(_shrink(p, 64, 64, 64, 4, 5, True), span=2, pdl=pdl)
-        return DeltaConfig(None, first, replace(expand(p, pdl=pdl), block_m=16, block_n=128, num_warps=4, loop=4, num_stages=3, tiles=tile_count(16, p.tokens, p.slots, p.slots == 1)))
     return DeltaConfig(None, replace(shrink(p, split=split), pdl=pdl, early=early), expand(p, pdl=pdl))
 
 
@@ -492,7 +517,7 @@ def wgrad(p: Problem, width: int) -> WgradConfig:
 
 
 def _matches(when: dict, p: Problem) -> bool:
-    rows = _rows_per_slot(p)
+    rows = p.rows_per_slot
     work = p.tokens * p.groups
     values = {"itemsize": p.itemsize, "rank": rank_block(p.rank, p.itemsize), "rows": rows, "work": work, "tokens": p.tokens}
     values.update(groups=p.groups, out=p.out_features, slots=p.slots)

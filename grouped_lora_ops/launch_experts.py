@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .launch import cdiv, chunk_of, chunks_of, has_pdl, power_of_2, precision, rank_block, tile_count
+from .launch import cdiv, chunk_of, chunks_of, has_pdl, narrow, power_of_2, precision, rank_block, tile_count
 
 ROUTE, PLAN = 0, 1  # as in kernels.expert_tile
 ROUTE_LIMIT = 128  # up to here a program takes one route and no plan is read: few routes share an expert, and a plan costs 3 µs
@@ -131,11 +131,6 @@ class ExpertWgradConfig:
     num_stages: int
 
 
-def narrow(arch: str) -> bool:
-    """Whether a block has 99 KB of shared memory only (consumer GPUs), not 163 or more."""
-    return int(arch.removeprefix("sm_")) not in (80, 87, 90, 100, 101, 103, 110)
-
-
 def pairs(experts: int, slots: int) -> int:
     """(expert, slot) pairs, each expert's routes without an adapter being a pair of their own."""
     return experts * (slots + 1)
@@ -236,7 +231,7 @@ def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
     columns = width * p.a_groups
     tiles = estimated_tiles(p, 16)
     chunks = chunks_of(p.in_features)
-    if may_split and tiles < 4 * p.sms:
+    if may_split and (tiles < 0.75 * p.sms or (p.in_features > 4096 and tiles < 4 * p.sms)):
         block_c = min(columns, 64)
         while block_c > 16 and tiles * chunks * columns // block_c < 2 * p.sms:
             block_c //= 2
@@ -246,7 +241,7 @@ def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
     block_c = min(columns, 128)
     if block_c >= 128:
         return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=8 if block_m > 16 else 4, num_stages=3)
-    return shrink_with(p, block_m, block_c=block_c, block_k=128 if block_m <= 32 else 64, num_stages=3 if block_c > 32 else 4)
+    return shrink_with(p, block_m, block_c=block_c, block_k=128 if block_m <= 32 else 64, num_stages=3 if block_c > 32 and block_m <= 32 else 4)
 
 
 def expand_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertExpandConfig:
@@ -282,9 +277,11 @@ def expand(p: ExpertProblem) -> ExpertExpandConfig:
     if programs < p.sms:
         return expand_with(p, 16, block_n=64, num_warps=4)
     if rows >= 32:
-        block_m = 64 if rows >= 96 and width <= 64 else 32
-        return expand_with(p, block_m, block_n=block_n, loop=8 if rows >= 96 else 4, num_stages=3)
-    return expand_with(p, 16, block_n=block_n, loop=4 if programs > 16 * p.sms else 1, num_stages=3)
+        if rows >= 96 and width <= 64:
+            return expand_with(p, 64, block_n=64, loop=16, num_stages=4)  # dsv3 down, T = 4096: 363 µs; blocks of 128 columns 424
+        return expand_with(p, 32, block_n=block_n, loop=4, num_stages=3)
+    loop = 8 if programs > 16 * p.sms else 4 if programs > 8 * p.sms else 1
+    return expand_with(p, 16, block_n=block_n, loop=loop, num_stages=3)
 
 
 def fused_with(p: ExpertProblem, block_m: int, **changes) -> ExpertFusedConfig:
@@ -313,10 +310,12 @@ def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
     width = rank_block(p.rank, p.itemsize)
     if p.itemsize != 2 or p.rank > width or width * p.a_groups > 64:
         return None
-    rows = rows_each(p)
-    if p.routes < 64 * p.sms or rows < 32 or rows >= 96:  # H200, T = 4096: 138 µs, not 173, at 64 rows each; at 128 and 256 slower than two
+    rows, short = rows_each(p), p.in_features <= 1024
+    if p.routes < 64 * p.sms or rows < 32 or (rows >= 96 and not short):  # H200, T = 4096: at 128 and 256 rows each slower than two
         return None
-    return fused_with(p, 32, block_n=64, block_k=64, num_stages=3, n_stages=3)
+    if p.a_groups == 2 and not narrow(p.arch):
+        return fused_with(p, 64, block_n=32, block_k=64, num_stages=4, n_stages=4)
+    return fused_with(p, 32, block_n=64, block_k=128, num_stages=3, n_stages=4)
 
 
 def delta(p: ExpertProblem) -> ExpertDeltaConfig:
