@@ -52,7 +52,7 @@ def shrink_rows(
         if not ONE:
             if step % STEPS == STEPS - 1:
                 if APART:
-                    tl.store(out + (step // STEPS) * h_c, tl.where(keep, part, 0.0) * scaling, mask=written)
+                    tl.store(out + (step // STEPS) * h_c, tl.where(keep, part * scaling, 0.0), mask=written)
                 else:
                     total += part
                 part = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
@@ -66,7 +66,7 @@ def shrink_rows(
         if end % PIECE_STEPS != 0:
             part = tl.fma(acc, 1.0, part)
         if APART:
-            tl.store(out + (end // STEPS) * h_c, tl.where(keep, part, 0.0) * scaling, mask=written)
+            tl.store(out + (end // STEPS) * h_c, tl.where(keep, part * scaling, 0.0), mask=written)
         else:
             total += part
     return total
@@ -149,7 +149,7 @@ def shrink_kernel(
         out, h_c, keep, scaling, written, SPAN > 1,
     )  # fmt: skip
     if SPAN <= 1:
-        tl.store(out, tl.where(keep, total, 0.0) * scaling, mask=written)
+        tl.store(out, tl.where(keep, total * scaling, 0.0), mask=written)
 
 
 def strides(t: Tensor, unit: int, width: int) -> tuple:
