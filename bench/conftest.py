@@ -12,6 +12,7 @@ said so).
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import sys
 from dataclasses import replace
@@ -28,6 +29,7 @@ from .workloads import Workload
 
 HERE = Path(__file__).resolve().parent
 OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan", "expert_delta", "linear")}
+OPS |= {f"bench_{op}": op for op in ("expert_linear", "expert_mlp")}
 OPS |= {"bench_wgrad": "train", "bench_host": "delta", "bench_tax": "tax"}
 
 _rows = pytest.StashKey[list]()
@@ -340,7 +342,7 @@ def pytest_terminal_summary(terminalreporter, config):
     write = terminalreporter.write_line
     terminalreporter.section(f"figures, µs ({config.stash[_timer].method})")
     write(
-        f"{'op':13}{'workload':36}{'floor':>8}{'ours':>9}{'% floor':>8}{'bar':>8}{'best peer':>10}  measured beside it"
+        f"{'op':14}{'workload':36}{'floor':>8}{'ours':>9}{'% floor':>8}{'bar':>8}{'best peer':>10}  measured beside it"
     )
     by_key: dict[tuple, dict] = {}
     for row in rows:
@@ -350,22 +352,26 @@ def pytest_terminal_summary(terminalreporter, config):
         any_row = next(iter(found.values()))
         ours, bar, peer = found.get("ours"), any_row["bar_us"], any_row["best_peer_us"]
         rest = {key: row for key, row in found.items() if key != "ours"}
-        others = [row["us"] for key, row in rest.items() if key != "reference"]
+        others = [row["us"] for key, row in rest.items() if key not in ("reference", "no_lora")]
         best = min([*others, *([peer] if peer else [])], default=None)
         marks = ""
         if ours:
             count += 1
-            if bar and ours["us"] > bar:
+            times = ours.get("times_base", ours.get("times_twin", 0))
+            if (bar and ours["us"] > bar) or times > ours.get("times_bar", math.inf):
                 above_bar, marks = above_bar + 1, marks + " >bar"
             if best and ours["us"] > best:
                 slower, marks = slower + 1, marks + " >PEER"
         beside = ", ".join(f"{key} {row['us']:.1f}" + (f" ({row['variant']})" if row.get("variant") else "")
                            for key, row in rest.items())  # fmt: skip
+        for key, name_of in (("times_base", "× base"), ("times_twin", "× twin"), ("tax", "tax")):
+            if ours and key in ours:
+                beside = ", ".join(filter(None, (beside, f"{name_of} {ours[key]:.2f}")))
         figures = (ours["us"], ours["pct_of_floor"]) if ours else (None, None)
         cells = [any_row["floor_us"], *figures, bar, peer]
         text = "".join(f"{'–' if c is None else format(c, '.2f' if i == 0 else '.1f'):>{width}}"
                        for i, (c, width) in enumerate(zip(cells, (8, 9, 8, 8, 10), strict=True)))  # fmt: skip
-        write(f"{op:13}{name:36}{text}  {beside}{marks}")
+        write(f"{op:14}{name:36}{text}  {beside}{marks}")
     write(
         f"ours on {count} rows: {above_bar} above the bar, {slower} slower than the best peer (published or beside it)"
     )

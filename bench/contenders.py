@@ -18,7 +18,7 @@ from torch import Tensor
 from .workloads import Workload
 
 Call = Callable[[], object]
-NAMES = ("ours", "reference", "torch", "sglang", "vllm")
+NAMES = ("ours", "reference", "torch", "sglang", "vllm", "no_lora", "torch_lora")  # the last two: of layers with a base
 PLAN_FROM = 256  # tokens from which our ops get a plan built beforehand; `bench_plan` times the plan
 GATHER_UP_TO = 256  # tokens up to which a copy of A and B per token is a way at all
 

@@ -241,6 +241,8 @@ def test_every_suite_runs_at_tiny_sizes(tmp_path):
         "expert_delta",
         "expert_train",
         "linear",
+        "expert_linear",
+        "expert_mlp",
         "host",
         "tax",
     }

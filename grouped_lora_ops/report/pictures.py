@@ -46,6 +46,8 @@ CONTENDERS = {  # colour, marker
     "torch": (GREEN, "s"),
     "sglang": (PINK, "D"),
     "vllm": (SKY, "^"),
+    "torch_lora": (PINK, "P"),
+    "no_lora": (SKY, "v"),
 }
 FLOOR = dict(color=INK, linestyle="--", linewidth=1.1)
 BAR = dict(color=MUTED, linestyle=":", linewidth=1.3)
@@ -322,7 +324,7 @@ def taxed(found: dict[tuple, dict]) -> dict[str, list[dict]]:
     out: dict[str, dict[str, list[dict]]] = {}
     for (op, _), by_contender in found.items():
         row = by_contender.get("ours")
-        if row is not None and tax_pct(row) is not None:
+        if op in ("tax", "linear") and row is not None and tax_pct(row) is not None:
             out.setdefault(op, {}).setdefault(results.family(row), []).append(row)
     return out.get("tax") or next(iter(out.values()), {})
 

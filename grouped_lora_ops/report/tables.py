@@ -22,6 +22,8 @@ FAMILIES = (  # (op, what a workload's name starts with, title)
     ("shrink", "", "`shrink` alone"),
     ("expand", "", "`expand_` alone"),
     ("linear", "", "`linear`: base and delta in one kernel, beside the base alone"),
+    ("expert_linear", "", "`expert_linear`: one projection of a layer of experts, beside PyTorch's base alone (sort, gather, `grouped_mm`, scatter)"),
+    ("expert_mlp", "", "`expert_mlp`: a whole layer of experts, beside PyTorch's base alone (sort, gather, `grouped_mm`, scatter)"),
     ("plan", "", "`plan`, once per batch"),
     (
         "expert_delta",
@@ -54,8 +56,9 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
     def any_has(key: str) -> bool:
         return any(row.get(key) is not None for found in rows.values() for row in found.values())
 
-    has_bar, has_peer, has_memory, has_base = (
-        any_has(key) for key in ("bar_us", "best_peer_us", "peak_mib", "base_us")
+    has_bar, has_peer, has_memory, has_base, has_apart, has_library, has_parent = (
+        any_has(key)
+        for key in ("bar_us", "best_peer_us", "peak_mib", "base_us", "apart_us", "torch_lora_us", "parent_us")
     )
     others = [
         name for name in ("torch", "sglang", "vllm", "reference") if any(name in found for found in rows.values())
@@ -64,7 +67,10 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
         others = [name for name in others if name != "torch"]  # torch's row is the base alone
     head = ["workload", "floor", "ours", "% of floor"]
     head += (["bar"] if has_bar else []) + (["best published peer"] if has_peer else [])
-    head += ["base alone", "× base", "base, then `delta_`"] if has_base else []
+    head += ["base alone", "× base"] if has_base else []
+    beside = [("apart_us", "base, then `delta_`", has_apart), ("torch_lora_us", "torch's base and LoRA", has_library)]
+    beside = [(key, title) for key, title, there in [*beside, ("parent_us", "ours without LoRA", has_parent)] if there]
+    head += [title for _, title in beside]
     head += [f"{name}, same run" for name in others] + (["peak MiB: ours, torch"] if has_memory else [])
     lines = []
     for name in in_order(rows):
@@ -78,7 +84,8 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
             cells.append("–" if peer is None else f"{cell(peer)} ({any_row['best_peer']})")
         if has_base:
             base = (ours or {}).get("base_us")
-            cells += [cell(base), cell(ours["us"] / base if base else None, 2), cell((ours or {}).get("apart_us"))]
+            cells += [cell(base), cell(ours["us"] / base if base else None, 2)]
+        cells += [cell((ours or {}).get(key)) for key, _ in beside]
         cells += [measured(found.get(other)) for other in others]
         if has_memory:
             peaks = [found.get(contender, {}).get("peak_mib") for contender in ("ours", "torch")]
