@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.utils.checkpoint
+from cases import AsTraced
 
 import grouped_lora_ops as gl
 
@@ -112,6 +113,27 @@ def test_opcheck(form, ids):
         torch.library.opcheck(ops.delta, (x, a, b, ids, SCALINGS, base, sizes, RANKS, plan))
         torch.library.opcheck(ops.shrink, (x, a, ids, RANKS, plan))
         torch.library.opcheck(ops.expand, (h, b, ids, SCALINGS, base, sizes, None, plan))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_results_and_gradients_have_the_strides_that_a_compiler_is_told(form):
+    x, a, b, base, sizes = tensors(form, torch.float32)
+    weight = torch.randn(*base.shape[1:], D)
+    bias = base[0].clone()
+    dense = x, a, b, base, weight, bias
+    swapped = [t.mT.contiguous().mT for t in dense[:-1]]
+    with AsTraced() as traced:
+        for x, a, b, base, weight in (dense[:-1], swapped):
+            x, a, b, base, weight, bias = (t.detach().requires_grad_() for t in (x, a, b, base, weight, bias))
+            h = gl.shrink(x, a, IDS)
+            for y in (
+                gl.delta(x, a, b, IDS, SCALINGS, base=base, out_sizes=sizes),
+                gl.expand(h, b, IDS, SCALINGS, base=base, out_sizes=sizes),
+                gl.linear(x, weight, a, b, IDS, SCALINGS, bias=bias, out_sizes=sizes),
+            ):
+                y.backward(torch.ones_like(y), retain_graph=True)
+    ops = {"delta", "expand", "linear", "shrink"}
+    assert traced.seen == ops | {f"{op}_backward" for op in ops}
 
 
 @pytest.mark.parametrize("zero", ["rank", "tokens", "scaling"])

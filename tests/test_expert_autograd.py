@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo.testing
+from cases import AsTraced
 from expert_cases import ACTIVATIONS, FACTORS, PLACEMENTS, Mlp, assert_bits, assert_equal, build_mlp, build_routes
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,6 +72,22 @@ def test_opcheck(ids, lora):
     torch.library.opcheck(
         OPS.expert_linear, (r.x, r.weight, *pair, ids, r.adapter_ids, r.scalings, r.bias, r.row_weights, r.ranks, None)
     )
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+def test_results_and_gradients_have_the_strides_that_a_compiler_is_told(factors):
+    names = ("x", "weight", "a", "b", "base", "bias", "row_weights")
+    kw = dict(ids=IDS, adapter_ids=ADAPTERS, poison=False, experts=5)
+    with AsTraced() as traced:
+        for placement in PLACEMENTS:
+            mlp(dtype=torch.float32, factors=factors, placement=placement).leaves().call(gl.expert_mlp).sum().backward()
+        for per_route in (False, True):
+            r = build_routes(factors, torch.float32, per_route=per_route, **kw).leaves(names)
+            args = r.a, r.b, IDS, ADAPTERS, r.scalings
+            gl.expert_linear(r.x, r.weight, *args, bias=r.bias, row_weights=r.row_weights).sum().backward()
+            if factors != "both shared":  # the number of experts is in neither factor
+                gl.expert_delta(r.x, *args, base=r.base, row_weights=r.row_weights).sum().backward()
+    assert {"expert_mlp_train", "expert_mlp_backward", "expert_linear", "expert_linear_backward"} <= traced.seen
 
 
 def test_the_op_called_directly_has_the_same_bits_and_gradients():

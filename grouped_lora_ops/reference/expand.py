@@ -106,5 +106,5 @@ def expand_backward(
         dh = dhg.view(h.shape)
     if needs[1]:
         db = wgrad(hg, dy, adapter_ids, scalings, lora_b.shape[0], bg.shape[1], ranks, lora_b.dtype)
-        db = db.transpose(2, 3).reshape(lora_b.shape)
+        db = db.transpose(2, 3).reshape(lora_b.shape).contiguous()  # dense, as a compiler has been told
     return dh, db
