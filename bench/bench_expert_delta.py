@@ -1,8 +1,9 @@
 """expert_delta (base + scaling · B (A x) over routes) on the expert rows of the tables, and beyond (names start with `extra`);
-then its training step, forward and backward.
+skewed routing beside uniform routing of the same bytes (`skew`); then its training step, forward and backward.
 
 A figure of ours includes the plan: every call makes its own, though a layer's two projections share one. `given_us` is
-the same call with the plan given, `plan_us` the plan alone.
+the same call with the plan given, `plan_us` the plan alone. A row of skewed routing also has `twin_us`, what uniform routing takes
+for the same bytes (of the batches in `twins`: token count and share), `times_twin` and `times_bar`.
 """
 
 import pytest
@@ -70,16 +71,37 @@ def made(w, device, most: int) -> list[dict]:
     return [workloads.random_set(w, device, seed) for seed in range(count)]
 
 
-@pytest.mark.parametrize("case", workloads.EXPERTS, indirect=True, ids=lambda w: w.name)
-def test_delta(case, contender, device, figure, timer, request):
-    w, shared = case
-    t = workloads.integer_set(w, device)
+def checked(w, shared, contender: str, device, most: int):
+    """(forward, sets) of a contender that is right: ours bit for bit, torch within a tolerance."""
     forward = ours(w, shared) if contender == "ours" else gmm(w, shared)
     if forward is None:
         pytest.skip(f"{contender} has no way to run {w.name}")
-    if contender == "ours" and not torch.equal(forward(*tensors(t)), workloads.exact_delta(w, t, shared)):
-        pytest.fail(f"exactness gate on {w.name}: no figure from a wrong kernel")
-    sets = made(w, device, 2 if request.config.getoption("--tiny") else 16)
+    if contender == "ours":
+        t = workloads.integer_set(w, device)
+        if not torch.equal(forward(*tensors(t)), workloads.exact_delta(w, t, shared)):
+            pytest.fail(f"exactness gate on {w.name}: no figure from a wrong kernel")
+        return forward, made(w, device, most)
+    sets = made(w, device, most)
+    got, want = forward(*tensors(sets[0])), ours(w, shared)(*tensors(sets[0]))
+    error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+    assert error < 3e-2, f"torch's grouped_mm is off by {error:.3g} of the largest value"
+    return forward, sets
+
+
+def calls_of(forward, sets: list[dict]) -> list:
+    return [lambda t=t: forward(*tensors(t)) for t in sets]
+
+
+@pytest.fixture
+def most(request):
+    """Sets to rotate through at most."""
+    return 2 if request.config.getoption("--tiny") else 16
+
+
+@pytest.mark.parametrize("case", workloads.EXPERTS, indirect=True, ids=lambda w: w.name)
+def test_delta(case, contender, device, figure, timer, most):
+    w, shared = case
+    forward, sets = checked(w, shared, contender, device, most)
     more = {}
     if contender == "ours":
         import grouped_lora_ops
@@ -89,13 +111,22 @@ def test_delta(case, contender, device, figure, timer, request):
 
         given = ours(w, shared, plan())
         more["plan_us"] = timer.graph_us([plan] * 4, rounds=5)
-        more["given_us"] = timer.graph_us([lambda t=t: given(*tensors(t)) for t in sets])
+        more["given_us"] = timer.graph_us(calls_of(given, sets))
         more["host_us"], more["host_median_us"] = timer.host_us(lambda: forward(*tensors(sets[0])))
-    else:
-        got, want = forward(*tensors(sets[0])), ours(w, shared)(*tensors(sets[0]))
-        error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
-        assert error < 3e-2, f"torch's grouped_mm is off by {error:.3g} of the largest value"
-    figure(w, "expert_delta", contender, timer.graph([lambda t=t: forward(*tensors(t)) for t in sets]), **more)
+    figure(w, "expert_delta", contender, timer.graph(calls_of(forward, sets)), **more)
+
+
+@pytest.mark.parametrize("case", workloads.SKEWED, indirect=True, ids=lambda w: w.name)
+def test_skew(case, contender, device, figure, timer, most):
+    w, shared = case
+    forward, sets = checked(w, shared, contender, device, most)
+    now, twin_us, twins = timer.graph_us(calls_of(forward, sets)), 0.0, workloads.twins(w)
+    for twin, share in twins:
+        us = timer.graph_us(calls_of(*checked(twin, workloads.shared_inputs(twin, device), contender, device, most)))
+        twin_us += share * us
+    more = {"twin_us": twin_us, "times_twin": now / twin_us, "times_bar": workloads.SKEW_BAR}
+    more["twins"] = [[twin.T, round(share, 3)] for twin, share in twins]
+    figure(w, "expert_delta", contender, timer.graph(calls_of(forward, sets)), **more)
 
 
 @pytest.mark.parametrize("case", workloads.TRAINING, indirect=True, ids=lambda w: w.name)

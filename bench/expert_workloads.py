@@ -36,7 +36,8 @@ class ExpertWorkload:
     T: int
     rank: int
     slots: int
-    mix: str = "uniform"  # or "two" (every token on the same two experts), "zipf" (experts by 1 / rank)
+    mix: str = "uniform"  # or "two" (every token on the same two experts), "zipf" (experts by 1 / rank ** exponent)
+    exponent: float = 1.0  # of "zipf"
     shared: str = ""  # "a", "b": factors that all experts share
     dtype: torch.dtype = torch.bfloat16
     sizes: tuple[int, int, int, int] | None = None  # in place of the model's
@@ -111,7 +112,7 @@ def routing(w: ExpertWorkload) -> tuple[Tensor, Tensor]:
     else:
         score = torch.rand(w.T, w.experts, generator=generator)
         if w.mix == "zipf":  # Gumbel's trick: the top k of log p − log(−log u) are drawn by p
-            score = -torch.log(-torch.log(score)) - torch.log(torch.arange(1, w.experts + 1))
+            score = -torch.log(-torch.log(score)) - w.exponent * torch.log(torch.arange(1, w.experts + 1))
         ids = score.topk(w.top_k, 1).indices
     adapters = torch.randint(0, w.slots, (w.T,), generator=generator)
     return ids.to(torch.int32).contiguous(), adapters.to(torch.int32)
@@ -139,6 +140,28 @@ def cost(w: ExpertWorkload, op: str = "expert_delta") -> tuple[int, int]:
         of_slots = w.slots * w.rank * (w.groups * w.D * shapes(w)["lora_a"][1] + w.N * shapes(w)["lora_b"][1])
         return size * (3 * x + 3 * w.M * w.N + 2 * (a + b) + of_slots), 3 * flops
     return size * (x + a + b + 2 * w.M * w.N), flops
+
+
+def twins(w: ExpertWorkload) -> list[tuple[ExpertWorkload, float]]:
+    """Uniform batches that together move as many bytes as the skewed w: [(batch, its share)].
+
+    The same experts, k, rank and slots, but every token's experts drawn uniformly from all: more A and B for fewer tokens. One
+    token more or less is one step of bytes, so of two neighbouring token counts, whose bytes enclose w's, each has the
+    share that makes the mean of their bytes w's, and the time of equal bytes is the same mean of their times.
+    """
+    most = replace(w, mix="uniform", sizes=(*w.shape[:3], w.top_k), name=f"{w.name}-twin")
+    target = cost(w)[0]
+    if cost(most)[0] <= target:
+        return [(most, 1.0)]  # with the same tokens uniform routing moves no fewer bytes: then they are the same
+    low, high = 0, w.T
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(replace(most, T=middle))[0] <= target else (low, middle)
+    few, many = replace(most, T=max(low, 1)), replace(most, T=high)
+    if few.T == many.T:
+        return [(many, 1.0)]
+    share = (target - cost(few)[0]) / (cost(many)[0] - cost(few)[0])
+    return [(few, 1.0 - share), (many, share)] if share else [(few, 1.0)]
 
 
 def floor_us(w: ExpertWorkload, op: str = "expert_delta") -> float:
@@ -289,6 +312,14 @@ EXTRA = [
     *_extra("qwen3-30b", 65536 // 8, 16, 64),
 ]
 EXPERTS = TARGETS + EXTRA
+SKEWED = [  # beside uniform twins: see `twins`
+    ExpertWorkload(f"skew-{model}-{projection}-{mix}-r32-S1-T{tokens}", model, projection, tokens, 32, 1, mix=mix, exponent=1.1)
+    for model in ("qwen3-30b", "dsv3")
+    for projection in ("gate_up", "down")
+    for mix in ("two", "zipf")
+    for tokens in (64, 256, 4096)
+]
+SKEW_BAR = 1.3  # times the uniform twin
 TRAINING = [
     ExpertWorkload(f"train-{model}-{projection}-r{rank}-S1-T4096", model, projection, 4096, rank, 1)
     for model in ("qwen3-30b", "dsv3")

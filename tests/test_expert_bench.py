@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench import expert_workloads as workloads  # noqa: E402
 from grouped_lora_ops import reference  # noqa: E402
+from grouped_lora_ops.report import tables  # noqa: E402
 
 
 @pytest.mark.parametrize("w", workloads.TARGETS, ids=lambda w: w.name)
@@ -30,6 +31,33 @@ def test_routing_is_a_top_k():
             ids, adapters = workloads.routing(w)
             assert ids.shape == (w.T, w.top_k) and adapters.shape == (w.T,)
             assert all(len(set(row)) == w.top_k and min(row) >= 0 and max(row) < w.experts for row in ids.tolist())
+
+
+@pytest.mark.parametrize("w", workloads.SKEWED, ids=lambda w: w.name)
+def test_skewed_routing_has_uniform_twins_of_the_same_bytes(w):
+    ids, _ = workloads.routing(w)
+    counts = ids.flatten().long().bincount(minlength=w.experts)
+    assert w.name.startswith("skew-") and counts.max() > 3 * w.M / w.experts  # uniform: 1 ×
+    assert (counts > 0).sum() == 2 if w.mix == "two" else counts[0] == counts.max()
+    twins = workloads.twins(w)
+    assert sum(share for _, share in twins) == pytest.approx(1)
+    assert sum(share * workloads.cost(twin)[0] for twin, share in twins) == pytest.approx(workloads.cost(w)[0], rel=1e-3)
+    for twin, share in twins:
+        assert 0 < share <= 1 and twin.mix == "uniform" and twin.T <= w.T
+        assert (twin.experts, twin.top_k, twin.D, twin.N, twin.rank) == (w.experts, w.top_k, w.D, w.N, w.rank)
+
+
+def test_the_readme_has_skewed_routing_in_a_table_of_its_own():
+    def row(name, **more):
+        w = next(w for w in workloads.EXPERTS + workloads.SKEWED if w.name == name)
+        return {"op": "expert_delta", "workload": name, "contender": "ours", **w.facts("expert_delta"), "us": 50.0, **more}
+
+    names = workloads.TARGETS[0].name, workloads.SKEWED[0].name
+    run = {"gpu": "a GPU", "versions": {}, "commit": "abc", "date": "2026-11-30", "method": "none", "tiny": False}
+    text = tables.render([run | {"rows": [row(names[0]), row(names[1], twin_us=40.0, times_twin=1.25)]}])
+    uniform, skewed = text.split("skewed routing beside")
+    assert names[0] in uniform and names[1] not in uniform and "same bytes" not in uniform.split("**`expert_delta`")[1]
+    assert names[1] in skewed and names[0] not in skewed and "| 40.0 | 1.25 |" in skewed
 
 
 @pytest.mark.parametrize("projection", ["gate_up", "down"])

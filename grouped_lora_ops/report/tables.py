@@ -30,6 +30,7 @@ FAMILIES = (  # (op, what a workload's name starts with, title)
         "",
         "`expert_delta`: per-expert A and B, top-8 of uniform routing, a plan of its own in every call",
     ),
+    ("expert_delta", "skew-", "`expert_delta`, skewed routing beside uniform routing that moves as many bytes"),
     ("train", "", "Forward and backward"),
     ("expert_train", "", "`expert_delta`, forward and backward"),
 )
@@ -68,6 +69,8 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
     head = ["workload", "floor", "ours", "% of floor"]
     head += (["bar"] if has_bar else []) + (["best published peer"] if has_peer else [])
     head += ["base alone", "× base"] if has_base else []
+    has_twin = any_has("twin_us")
+    head += ["uniform, same bytes", "× that"] if has_twin else []
     beside = [("apart_us", "base, then `delta_`", has_apart), ("torch_lora_us", "torch's base and LoRA", has_library)]
     beside = [(key, title) for key, title, there in [*beside, ("parent_us", "ours without LoRA", has_parent)] if there]
     head += [title for _, title in beside]
@@ -85,6 +88,8 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
         if has_base:
             base = (ours or {}).get("base_us")
             cells += [cell(base), cell(ours["us"] / base if base else None, 2)]
+        if has_twin:
+            cells += [cell((ours or {}).get("twin_us")), cell((ours or {}).get("times_twin"), 2)]
         cells += [cell((ours or {}).get(key)) for key, _ in beside]
         cells += [measured(found.get(other)) for other in others]
         if has_memory:
@@ -173,7 +178,9 @@ def render(runs: list[dict]) -> str:
     for gpu, found in sorted(results.newest(runs).items()):
         out += [f"### {gpu}", "", explanation(runs, gpu), ""]
         for op, prefix, title in FAMILIES:
-            rows = {name: row for (o, name), row in found.items() if o == op and name.startswith(prefix)}
+            elsewhere = tuple(other for o, other, _ in FAMILIES if o == op and other and not prefix)
+            here = {name: row for (o, name), row in found.items() if o == op and name.startswith(prefix)}
+            rows = {name: row for name, row in here.items() if not name.startswith(elsewhere)}
             if rows:
                 out += [f"**{title}**", "", *table(rows), "", caption(rows), ""]
         rows = {name: row for (o, name), row in found.items() if o == "tax"}
