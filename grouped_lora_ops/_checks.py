@@ -55,6 +55,12 @@ def tensor_types(op: str, required: dict, optional: dict) -> None:
             raise TypeError(f"grouped_lora.{op}: {name} must be a torch.Tensor or None; got {type(value).__name__}.")
 
 
+def instance(where: str, name: str, value, kind: type, cure: str) -> None:
+    """TypeError unless value is a kind: for the classes above the ops. cure: where one comes from."""
+    if not isinstance(value, kind):
+        raise TypeError(f"grouped_lora_ops.{where}: {name} must be {kind.__name__}, {cure}; got {type(value).__name__}.")
+
+
 def out_sizes_type(op: str, out_sizes) -> None:
     if out_sizes is None:
         return
@@ -153,7 +159,10 @@ def _b(op: str, lora_b: Tensor, h_name: str, h: Tensor, groups, h_grouped: bool,
             fail(op, "lora_b", f"[L, {total}, {rank}] to match out_sizes {list(out_sizes)} and {h_name} {shape(h)}", shape(lora_b))
     elif h_grouped:
         if lora_b.dim() != 4 or lora_b.shape[1] != groups or lora_b.shape[3] != rank:
-            fail(op, "lora_b", f"[L, {groups}, N, {rank}] to match {h_name} {shape(h)}", shape(lora_b))
+            form = {"x": " = [T, G, D]", "h": " = [T, G, r]"}.get(h_name, "")
+            flat = lora_b.dim() == 3 and lora_b.shape[2] == rank
+            cure = " (a flat [L, G·N, r] is a view of it, and unequal groups want out_sizes)" if flat else ""
+            fail(op, "lora_b", f"[L, {groups}, N, {rank}] to match {h_name} {shape(h)}{form}{cure}", shape(lora_b))
     elif lora_b.dim() not in (3, 4) or lora_b.shape[-1] != rank:
         fail(op, "lora_b", f"[L, N, {rank}] or [L, G, N, {rank}] to match {h_name} {shape(h)}", shape(lora_b))
 

@@ -111,6 +111,9 @@ def test_adapter_name_in_the_key(directory):
 
 
 def test_missing_files(directory):
+    with pytest.raises(FileNotFoundError, match=r"must be an adapter's directory; there is none"):
+        read_adapter(directory.path / "nowhere")
+    directory.path.mkdir(exist_ok=True)
     with pytest.raises(
         FileNotFoundError, match=r"must hold adapter_config\.json and adapter_model\.safetensors; adapter_con"
     ):

@@ -185,7 +185,7 @@ def test_what_is_not_written(tmp_path):
         f"{down}: B must be [4, 32, 3]; got [2, 32, 3].",
     ]
     assert problems_of(good, model, path, form="merged") == ["form must be one of peft, experts, serving; got 'merged'."]
-    pin = "base must state a name, and a revision or a hash: a name alone pins nothing."
+    pin = "base must be a Base with a name, and a revision or a hash (sha256=base_hash(model folder)): a name alone pins nothing."
     for base in (Base("org/model"), Base("", "abc"), "org/model"):
         assert problems_of(good, model, path, base=base) == [pin]
     path.write_text("")

@@ -235,7 +235,7 @@ def test_ids_and_names():
         assert bank.pinned == {"a": 1, "b": 1}
     assert bank.pinned == {}
     for act, sentence in (
-        (lambda: bank.adapter_ids(["a"]), "a is not held; acquire it first"),
+        (lambda: bank.adapter_ids(["a"]), "a is not held; hold it with using"),
         (lambda: bank.acquire("x"), "there is no adapter x"),
         (lambda: bank.release("a"), "a is not held"),
         (lambda: bank.unload("x"), "x is in no slot"),
@@ -247,6 +247,11 @@ def test_ids_and_names():
     with pytest.raises(LookupError, match="there is no adapter x"):
         with bank.using(["a", "x"]):
             pass
+    for act in (lambda: bank.adapter_ids("ab"), lambda: bank.using("ab").__enter__()):
+        with pytest.raises(TypeError, match="names must be a list, with a name or None for each; got the string 'ab'"):
+            act()
+    with pytest.raises(TypeError, match="adapter must be Adapter, as read_adapter makes it; got str"):
+        bank.load("c", "path/to/c")
     assert bank.pinned == {}
 
 
@@ -314,7 +319,7 @@ def test_adapters_wait_on_the_host():
     torch.testing.assert_close(delta(bank, Q, x[:1], [slot])[0].double(), direct(adapters["3"].modules[Q], x[0]), rtol=1e-5, atol=1e-5)
     bank.release("3"), bank.unload("3")
     assert "3" in bank.waiting and "3" not in bank.resident
-    with pytest.raises(RuntimeError, match=r"the plan keeps no adapters on the host \(host_adapters=0\); load a instead"):
+    with pytest.raises(RuntimeError, match=r"the plan keeps no adapters on the host \(host_adapters=0\); use load\('a', adapter\)"):
         bank_of().add("a", adapter_of(1))
 
 

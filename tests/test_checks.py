@@ -53,9 +53,9 @@ def call(op, **changes):
 
 SENTENCES = [
     # groups, ranks and features that disagree
-    ("delta", dict(lora_b=zeros(L, G * N, R)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40]; got [3, 48, 4]."),
-    ("delta", dict(lora_b=zeros(L, 4, N, R)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40]; got [3, 4, 24, 4]."),
-    ("delta", dict(lora_b=zeros(L, G, N, 5)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40]; got [3, 2, 24, 5]."),
+    ("delta", dict(lora_b=zeros(L, G * N, R)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D] (a flat [L, G·N, r] is a view of it, and unequal groups want out_sizes); got [3, 48, 4]."),
+    ("delta", dict(lora_b=zeros(L, 4, N, R)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D]; got [3, 4, 24, 4]."),
+    ("delta", dict(lora_b=zeros(L, G, N, 5)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D]; got [3, 2, 24, 5]."),
     ("delta", dict(lora_b=zeros(2, G, N, R)), "lora_b must be of 3 slots like lora_a [3, 4, 40]; got [2, 2, 24, 4]."),
     ("delta", dict(lora_a=zeros(L, 4, R, D)), "lora_a must be [L, 2, r, 40] to match x [8, 2, 40]; got [3, 4, 4, 40]."),
     ("delta", dict(lora_a=zeros(L, R, 39)), "lora_a must be [L, r, 40] to match x [8, 2, 40]; got [3, 4, 39]."),
@@ -74,7 +74,7 @@ SENTENCES = [
         "lora_b must be [L, N, 4] or [L, G, N, 4] to match lora_a [3, 4, 40]; got [3, 24, 5].",
     ),
     ("expand", dict(h=zeros(R)), "h must be [T, r] or [T, G, r]; got [4]."),
-    ("expand", dict(lora_b=zeros(L, 4, N, R)), "lora_b must be [L, 2, N, 4] to match h [8, 2, 4]; got [3, 4, 24, 4]."),
+    ("expand", dict(lora_b=zeros(L, 4, N, R)), "lora_b must be [L, 2, N, 4] to match h [8, 2, 4] = [T, G, r]; got [3, 4, 24, 4]."),
     (
         "expand",
         dict(h=zeros(T, R), lora_b=zeros(L, N, 5), base=None),
@@ -299,7 +299,7 @@ def test_every_device_path_checks_alike(kernels):
     """The kernels' implementation refuses what the reference's does, and writes nothing."""
     out = torch.full((T, G, N), 7.0, device=kernels.device)
     args = {k: v.to(kernels.device) for k, v in arguments().items() if k != "base"}
-    with pytest.raises(ValueError, match=r"^grouped_lora\.delta_: lora_b must be \[L, 2, N, 4\] to match x \[8, 2, 40\]; "):
+    with pytest.raises(ValueError, match=r"^grouped_lora\.delta_: lora_b must be \[L, 2, N, 4\] to match x \[8, 2, 40\] = "):
         kernels.delta_(out, *{**args, "lora_b": args["lora_b"].reshape(L, G * N, R)}.values())
     with pytest.raises(ValueError, match=r"^grouped_lora\.delta_: x must not require grad"):
         kernels.delta_(out, *{**args, "x": args["x"].requires_grad_()}.values())

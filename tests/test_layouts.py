@@ -369,6 +369,12 @@ def test_preflight(name, tmp_path):
 def test_preflight_says_what_is_missing(tmp_path):
     report = layouts.preflight({"model_type": "gpt2"})
     assert not report.ok and report.missing[0].startswith("there is no layout for this model type; known: llama, ")
+    with pytest.raises(TypeError, match=r"must be given as a folder, .*; got Linear\.$"):
+        layouts.of(torch.nn.Linear(1, 1))
+    model = torch.nn.Linear(1, 1)
+    model.config = {"model_type": "llama"}
+    with pytest.raises(TypeError, match=r"got Linear; pass its \.config"):
+        layouts.of(model)
     with pytest.raises(ValueError, match="no layout for model type 'gpt2'; there are layouts for llama, "):
         layouts.of({"model_type": "gpt2"})
     lacking = {k: v for k, v in V4_FLASH.items() if k not in ("o_groups", "moe_intermediate_size")}

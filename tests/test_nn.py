@@ -124,14 +124,14 @@ def test_one_report_lists_what_does_not_fit_and_nothing_changes():
     model = Toy()
     del model.layers[1].mlp.down_proj
     model.layers[0].mlp.down_proj = nn.Linear(8, 32)
-    model.layers[0].self_attn.o_proj.bfloat16()
+    model.layers[0].self_attn.o_proj.bfloat16(), model.layers[1].self_attn.o_proj.bfloat16()
     modules = dict(model.named_modules())
     with pytest.raises(ValueError) as error:
         gnn.attach_bank(model, bank_of(random_adapter(LAYOUT)))
     assert str(error.value).split("\n  - ")[1:] == [
-        "model.layers.0.self_attn.o_proj: the bank must be bfloat16 like the weight; got float32.",
         "model.layers.0.mlp.down_proj: weight must be [32, 40] for these adapters; got [32, 8].",
         "model.layers.1.mlp.down_proj: the model has no such module.",
+        "model.layers.0.self_attn.o_proj and 1 more: the bank must be bfloat16 like the weight (plan_bank(…, dtype=torch.bfloat16)); got float32.",
     ]
     assert dict(model.named_modules()) == modules
     model = Toy()
@@ -427,9 +427,36 @@ def test_what_routing_refuses(monkeypatch):
     routing.set([0, 1, 0])
     with pytest.raises(ValueError, match="must divide the batch's 4 tokens; got 3"):
         routing.rows(4, cpu)
+    for sequences, tokens in ((1, 6), (3, 6), (6, 12)):  # a sequence each, or half of the ids' number
+        assert len(routing.rows(tokens, cpu, sequences)[0]) == tokens
+    with pytest.raises(ValueError, match="an id for each of the batch's 2 sequences .*; got 3"):
+        routing.rows(6, cpu, 2)  # these rows are known already
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"call prepare\(6, device\) before it"):
         routing.rows(6, torch.device("cuda", 0))
+
+
+def test_an_id_never_goes_on_in_the_next_sequence():
+    """Two ids for three sequences of four tokens divide the twelve tokens, too."""
+    model = Toy()
+    attached = gnn.attach_bank(model, bank_of(random_adapter(LAYOUT)))
+    x = torch.randn(3, 4, 32)
+    with attached.using(["a0", None]), pytest.raises(ValueError, match="each of the batch's 3 sequences .*; got 2"):
+        model(x)
+    with attached.using(["a0", None]):
+        assert model(x.view(2, 6, 32)).shape == (2, 6, 32) and model(x[:2, :1]).shape == (2, 1, 32)
+
+
+def test_what_is_no_model_no_bank_and_no_layout():
+    model, bank = Toy(), bank_of(random_adapter(LAYOUT))
+    for call, sentence in (
+        (lambda: gnn.attach_bank(bank, model), "attach_bank: model must be Module, the model itself; got AdapterBank"),
+        (lambda: gnn.attach_bank(model, "b"), "attach_bank: bank must be AdapterBank, of the plan of this model; got str"),
+        (lambda: gnn.attach_trainable(model, "m"), r"attach_trainable: layout must be Model, as layouts\.of\(.*; got str"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            call()
+    assert "linears and 0 experts of Toy, served from a bank" in repr(gnn.attach_bank(model, bank))
 
 
 def test_a_captured_step_reads_the_fixed_ids():

@@ -117,6 +117,12 @@ class Adapter:
         """The largest rank."""
         return max((m.rank for m in (*self.modules.values(), *self.experts.values())), default=0)
 
+    def __repr__(self) -> str:
+        """What it is, without its numbers."""
+        held = f"{len(self.modules)} modules" + (f" and {len(self.experts)} experts' parameters" if self.experts else "")
+        pinned = f", for {self.base.name}" if self.base else ""
+        return f"<Adapter {self.path or 'in memory'}: {held}, rank {self.rank}{pinned}>"
+
 
 def common_scaling(scalings: Sequence[float]) -> tuple[float, list[float] | None]:
     """(scaling, ratios): the one scaling, or the largest and what each is of it."""

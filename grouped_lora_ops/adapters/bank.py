@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import instance
 from .adapter import Adapter
 from .image import BankPlan, fill, views
 
@@ -126,7 +127,8 @@ class AdapterBank:
 
     def __getitem__(self, path: str) -> Slots:
         if path not in self._slots:
-            raise LookupError(f"{_WHERE}: there is no buffer for {path}.")
+            keys = list(self._slots)
+            raise LookupError(f"{_WHERE}: there is no buffer for {path}; there are {', '.join(keys[:3])}, … ({len(keys)}).")
         return self._slots[path]
 
     @property
@@ -159,12 +161,13 @@ class AdapterBank:
 
     def adapter_ids(self, names: Sequence[str | None], *, dtype: torch.dtype = torch.int32) -> Tensor:
         """The slot of every name, −1 for None, on the bank's device. The adapters must be held."""
+        _several(names)
         with self._lock:
             ids = []
             for name in names:
                 entry = self._entries.get(name) if name is not None else None
                 if name is not None and (entry is None or not entry.pins):
-                    raise LookupError(f"{_WHERE}: {name} is not held; acquire it first.")
+                    raise LookupError(f"{_WHERE}: {name} is not held; hold it with using([…]) or acquire.")
                 ids.append(-1 if entry is None else entry.slot)
         made = torch.tensor(ids, dtype=dtype, pin_memory=self._cuda and len(ids) > 0)
         return made.to(self.device, non_blocking=True)
@@ -177,7 +180,7 @@ class AdapterBank:
         An earlier one that is in a slot leaves it; if it is held that is an error.
         """
         if not self.plan.host_adapters:
-            raise RuntimeError(f"{_WHERE}: the plan keeps no adapters on the host (host_adapters=0); load {name} instead.")
+            raise RuntimeError(f"{_WHERE}: the plan keeps no adapters on the host (host_adapters=0); use load({name!r}, adapter).")
         with self._staging:
             self._fill(adapter)  # an adapter that does not fit changes nothing
             with self._lock:
@@ -251,6 +254,7 @@ class AdapterBank:
     @contextlib.contextmanager
     def using(self, names: Sequence[str | None]) -> Iterator[dict[str, int]]:
         """Hold several adapters; {name: slot}. None is allowed and means no adapter."""
+        _several(names)
         held: dict[str, int] = {}
         try:
             for name in dict.fromkeys(n for n in names if n is not None):
@@ -264,6 +268,7 @@ class AdapterBank:
 
     def _fill(self, adapter: Adapter) -> None:
         """Make the adapter's image in the staging image, with the staging lock."""
+        instance("adapters.AdapterBank", "adapter", adapter, Adapter, "as read_adapter makes it")
         n = self._stage
         if self._reading[n] is not None:
             self._reading[n].synchronize()
@@ -363,3 +368,9 @@ class AdapterBank:
                 if self._cuda:  # a copy from the host to a strided target would allocate
                     row.copy_(source[image], non_blocking=True)
                 target.copy_(row if self._cuda else source[image])
+
+
+def _several(names: Sequence[str | None]) -> None:
+    """A string is a sequence, too: of one-letter names."""
+    if isinstance(names, str):
+        raise TypeError(f"{_WHERE}: names must be a list, with a name or None for each; got the string {names!r}.")

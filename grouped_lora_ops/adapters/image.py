@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._checks import dtype_name
+from .._checks import dtype_name, instance
 from ..layouts import Buffer, Model, Share
 from ..layouts.model import WHOLE
 from .adapter import Adapter, ExpertModule, LoraModule, common_scaling, report, scaled
@@ -80,6 +80,7 @@ def plan_bank(
     Errors: ValueError for sizes below 1, a share that does not divide, and a plan larger than max_bytes.
     """
     where = "grouped_lora_ops.adapters.plan_bank"
+    instance("adapters.plan_bank", "model", model, Model, "as layouts.of makes it")
     for name, value, least in (("slots", slots, 1), ("rank", rank, 1), ("host_adapters", host_adapters, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{where}: {name} must be an integer of at least {least}; got {value!r}.")

@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .._checks import dtype_name
+from .._checks import dtype_name, instance
 from ..layouts import Fused, Model, Place
 from .adapter import Adapter, Base, ExpertModule, LoraModule, report
 from .config import (
@@ -90,6 +90,10 @@ def read_directory(path: Path, model=None, *, base=None, expert_order=None, expe
         raise ValueError(
             f'grouped_lora_ops.adapters.read_adapter: expert_order must be "rank-major" or "expert-major"; got {expert_order!r}.'
         )
+    if model is not None:
+        instance("adapters.read_adapter", "model", model, Model, "as layouts.of makes it")
+    if not path.is_dir():
+        raise FileNotFoundError(f"grouped_lora_ops.adapters.read_adapter: {path} must be an adapter's directory; there is none.")
     for name in (CONFIG, TENSORS):
         if not (path / name).is_file():
             pickle = name == TENSORS and (path / "adapter_model.bin").is_file()

@@ -109,7 +109,7 @@ def _check(path: Path, adapter: Adapter, model: Model, base: Base, form: str, la
     if form not in FORMS:
         problems.append(f"form must be one of {', '.join(FORMS)}; got {form!r}.")
     if not isinstance(base, Base) or not base.name or not (base.revision or base.sha256):
-        problems.append("base must state a name, and a revision or a hash: a name alone pins nothing.")
+        problems.append("base must be a Base with a name, and a revision or a hash (sha256=base_hash(model folder)): a name alone pins nothing.")
     if path.exists() and not path.is_dir():
         problems.append(f"{path} is a file.")
     held = [file.name for pattern in _MODEL_FILES for file in (path.glob(pattern) if path.is_dir() else ())]

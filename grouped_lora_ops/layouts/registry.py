@@ -59,8 +59,16 @@ def read_config(source: str | os.PathLike | Mapping[str, Any] | Any) -> dict[str
             config = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"grouped_lora_ops.layouts: {path} is not readable JSON: {error}.") from None
+    elif isinstance(source, Mapping):
+        config = source
+    elif hasattr(source, "to_dict"):
+        config = source.to_dict()
     else:
-        config = source if isinstance(source, Mapping) else source.to_dict()
+        hint = "; pass its .config" if hasattr(source, "config") else ""
+        raise TypeError(
+            "grouped_lora_ops.layouts: a model must be given as a folder, a config.json, a mapping or a config with to_dict(); "
+            f"got {type(source).__name__}{hint}."
+        )
     if not isinstance(config, Mapping):
         raise ValueError(f"grouped_lora_ops.layouts: a model's config must be an object; got {type(config).__name__}.")
     text = config.get("text_config")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .._checks import dtype_name
+from .._checks import dtype_name, instance
 from ..adapters import Adapter, AdapterBank
 from ..adapters.collective import Together
 from ..adapters.image import fill, lay_out, views
@@ -35,6 +35,10 @@ class Attached:
         self.factors: list[LoraFactors] = []  # what is trained, in the layout's order
         self._undo: list = []
         self._checked: dict[int, int] = {}  # {slot: its generation} of the scalings looked at
+
+    def __repr__(self) -> str:
+        what = "trained" if self.factors else "served from a bank"
+        return f"<Attached: {len(self.linears)} linears and {len(self.experts)} experts of {type(self.model).__name__}, {what}>"
 
     def detach(self) -> None:
         """The model as it was: its modules, its requires_grad, its experts implementation. Twice is no error."""
@@ -147,6 +151,8 @@ def attach_bank(
     Errors: one ValueError that lists modules which are missing, attached already, or of another shape or dtype; nothing
     has changed then.
     """
+    instance("nn.attach_bank", "model", model, nn.Module, "the model itself")
+    instance("nn.attach_bank", "bank", bank, AdapterBank, "of the plan of this model")
     attached = Attached(model, bank.plan.model, Routing(bank.plan.slots, [-1]), bank)
     options = _options("attach_bank", direct, experts, tp_group, sequence_dim)
     return _attach("attach_bank", attached, bank.plan.buffers, options, lambda b, path, weight: BankFactors(bank[path]), bank.plan.dtype)
@@ -181,6 +187,8 @@ def attach_trainable(
     Errors: as `attach_bank`; ValueError for ranks or alphas that are not one for each slot.
     """
     where = f"{_WHERE}.attach_trainable"
+    instance("nn.attach_trainable", "model", model, nn.Module, "the model itself")
+    instance("nn.attach_trainable", "layout", layout, Model, "as layouts.of(model.config) makes it")
     if not isinstance(slots, int) or slots < 1:
         raise ValueError(f"{where}: slots must be an integer of at least 1; got {slots!r}.")
     ranks = [rank] * slots if isinstance(rank, int) else list(rank)
@@ -236,6 +244,7 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
     model, layout = attached.model, attached.layout
     problems: list[str] = []
     linears: list[tuple] = []
+    other_dtype: list[tuple] = []
     owners: dict[str, dict[str, Buffer]] = {}
     direct = options.direct
     direct = None if direct is None else {p.path for p in layout.targets(direct)}
@@ -253,12 +262,19 @@ def _attach(where, attached: Attached, buffers: Sequence[Buffer], options: _Opti
             if wrong:
                 problems.append(f"{path}: {wrong}.")
             elif dtype is not None and plain and weight.dtype != dtype:
-                problems.append(f"{path}: the bank must be {dtype_name(weight.dtype)} like the weight; got {dtype_name(dtype)}.")
+                other_dtype.append((path, weight.dtype))
             p = one.places[0].projection
             columns = one.parts[0].columns
             if options.tp_group is None and p.facts.shard is Shard.ROW and columns.stop - columns.start < p.in_features:
                 problems.append(f"{path} is divided by rows; tp_group must be given, over which h is summed.")
             linears.append((one, path, module, p.path in direct if direct is not None else one.kind == "grouped"))
+    for wanted in dict.fromkeys(w for _, w in other_dtype):  # one line each, or a model in another dtype makes hundreds
+        first, *others = (path for path, w in other_dtype if w == wanted)
+        also_there = f" and {len(others)} more" if others else ""
+        problems.append(
+            f"{first}{also_there}: the bank must be {dtype_name(wanted)} like the weight "
+            f"(plan_bank(…, dtype=torch.{dtype_name(wanted)})); got {dtype_name(dtype)}."
+        )
     found_experts = [_experts(model, layout, owner, group, options, problems) for owner, group in owners.items()]
     if options.sequence_dim is not None:
         problems += [f"{owner}: experts are not attached with sequence_dim; name selectors without them." for owner in owners]

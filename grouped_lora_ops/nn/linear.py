@@ -112,7 +112,7 @@ class LoraLinear(nn.Module):
             return self._add(x.to(y.dtype), y, lead, tokens)
 
     def _add(self, x: Tensor, y: Tensor, lead: torch.Size, tokens: int) -> Tensor:
-        ids, plan = self.routing.rows(tokens, x.device)
+        ids, plan = self.routing.rows(tokens, x.device, lead[0] if len(lead) > 1 and tokens else 1)
         rows, out = x.reshape(tokens, *x.shape[len(lead) :]), y.reshape(tokens, *y.shape[len(lead) :])
         a, b, scalings, ranks = self.factors.stacks(x)
         options = dict(out_sizes=self.factors.out_sizes, ranks=ranks, plan=plan)

@@ -109,14 +109,20 @@ class Routing:
         if plan is not None:
             refill(plan, fixed, self.num_slots)
 
-    def rows(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """(adapter_ids [T], plan or None) of a batch of T tokens.
+    def rows(self, tokens: int, device: torch.device, sequences: int = 1) -> tuple[Tensor, Tensor | None]:
+        """(adapter_ids [T], plan or None) of a batch of T tokens. sequences: B where the caller sees [B, S, …], else 1.
 
         Errors: RuntimeError if no ids were set, or for T without fixed tensors inside a capture; ValueError if n does
-        not divide T.
+        not divide T, or an id would go from one sequence into the next.
         """
         if (tokens, device) in self._fixed:
             return self._fixed[tokens, device]
+        given = 0 if self._ids is None else len(self._ids)
+        if given and given % sequences and sequences % given:
+            raise ValueError(
+                f"grouped_lora_ops.nn.Routing: there must be an id for each of the batch's {sequences} sequences (or one for "
+                f"several whole ones, or as many for each); got {given}."
+            )
         if (tokens, device) in self._latest:
             return self._latest[tokens, device]
         if self._ids is None:
@@ -125,7 +131,6 @@ class Routing:
             raise RuntimeError(
                 f"grouped_lora_ops.nn.Routing: a capture needs fixed tensors; call prepare({tokens}, device) before it."
             )
-        given = len(self._ids)
         if tokens and (not given or tokens % given):
             raise ValueError(
                 f"grouped_lora_ops.nn.Routing: the number of ids must divide the batch's {tokens} tokens; got {given}."
