@@ -36,7 +36,7 @@ def problem_of(w: workloads.Workload) -> launch.Problem:
 def candidates(p: launch.Problem, best: tuple[dict, bool] | None = None) -> dict[str, launch.DeltaConfig]:
     """Without `best`: the library's choice, every shrink with one expand, the fused kernels; with it: every expand behind it."""
     found = {} if best is not None else {"default": DEFAULT(p)}
-    chosen = rules(p, best) if best is not None else rules(p) | one_launch(p, cuda=False)
+    chosen = rules(p, best) if best is not None else rules(p) | one_launch(p, cuda=p.tokens > 16)
     return found | {label: config_of(rule, p) for label, rule in chosen.items()}
 
 

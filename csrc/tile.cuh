@@ -89,6 +89,15 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
                  "r"(phase)
                  : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrive once all copies that this thread has started so far have landed; the barrier's count includes it.
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+// `threads` threads of the block, whole warps, meet at barrier number `id` (0 is __syncthreads').
+__device__ __forceinline__ void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Stores into another block's shared memory, counted by that block's barrier.
 __device__ __forceinline__ void send16(u32 to, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),

@@ -112,6 +112,16 @@ class CudaConfig:
 
 
 @dataclass(frozen=True)
+class RowsConfig:
+    """A kernel of csrc/rows.cu: rows of a tile, ranks, columns of D and of N a stage, stages."""
+
+    kernel: tuple[int, int, int, int, int]
+    blocks: int  # one a multiprocessor, or fewer
+    threads: int
+    tile_rows: int = 0  # of the experts' plan
+
+
+@dataclass(frozen=True)
 class DeltaConfig:
     """One launch (fused) or two (shrink, then expand); before them cuda, where it is given and the layout fits it."""
 
@@ -119,6 +129,7 @@ class DeltaConfig:
     shrink: ShrinkConfig | None
     expand: ExpandConfig | None
     cuda: CudaConfig | None = None
+    rows: RowsConfig | None = None  # csrc/rows.cu, in the same way
 
 
 @dataclass(frozen=True)
@@ -402,6 +413,26 @@ def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spr
     )
 
 
+# The kernels that csrc/rows.cu instantiates: (rows, ranks, columns of D and of N a stage, stages).
+ROWS_KERNELS = (
+    (32, 16, 256, 256, 5), (64, 16, 256, 256, 4), (64, 32, 128, 128, 6), (64, 64, 128, 128, 5), (128, 16, 128, 128, 4), (128, 64, 128, 128, 3),
+)  # fmt: skip
+ROWS_SLOTS = 1024  # whose tiles a block counts in shared memory
+
+
+def rows_with(arch: str, sms: int, kernel: tuple, itemsize: int, rank: int, items: int, tile_rows: int = 0) -> RowsConfig | None:
+    """RowsConfig for so many tiles (times groups), or None where the kernel would compute something else."""
+    if itemsize != 2 or rank > kernel[1] or arch not in ("sm_90", "sm_100"):
+        return None
+    return RowsConfig(tuple(kernel), max(1, min(sms, items)), 2 * kernel[0] + 128, tile_rows)
+
+
+def rows(p: Problem, kernel: tuple) -> RowsConfig | None:
+    """csrc/rows.cu for a dense problem; not chosen by itself: written after the last run on a GPU."""
+    items = tile_count(kernel[0], p.tokens, p.slots, p.slots == 1) * p.groups
+    return None if p.slots > ROWS_SLOTS else rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, items)
+
+
 def _cuda(p: Problem) -> CudaConfig | None:
     """csrc/delta.cu where it was faster than the Triton kernels on an H200 (bench/NOTES.md): a few rows."""
     if p.arch != "sm_90" or p.itemsize != 2 or p.rank > 64 or p.in_features < 1024:
@@ -422,6 +453,8 @@ def delta(p: Problem) -> DeltaConfig:
         if _matches(rule["when"], p):
             if "cuda" in rule:
                 return replace(_triton(p), cuda=cuda(p, **rule["cuda"]) if rule["cuda"] else None)
+            if "rows" in rule:
+                return replace(_triton(p), rows=rows(p, **rule["rows"]))
             if "fused" in rule:
                 if p.rank > rank_block(p.rank, p.itemsize):  # it holds h in one block of ranks
                     continue
@@ -532,8 +565,9 @@ def table(arch: str) -> dict:
     "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
     hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
     the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. "cuda": null in their place keeps csrc/delta.cu out,
-    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it. "fused" is passed over where r is more than a block. A rule
-    may not change what fixes a row's bits: chunk, chunks and rank_block.
+    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it, "rows": {"kernel": [64, 64, 128, 128, 5]}
+    for csrc/rows.cu. "fused" is passed over where r is more than a block. A rule may not change what fixes a row's bits: chunk,
+    chunks and rank_block.
     """
     path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"
     try:

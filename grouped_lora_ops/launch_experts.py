@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .launch import cdiv, chunk_of, chunks_of, has_pdl, narrow, power_of_2, precision, rank_block, tile_count
+from .launch import (
+    RowsConfig,
+    cdiv,
+    chunk_of,
+    chunks_of,
+    has_pdl,
+    narrow,
+    power_of_2,
+    precision,
+    rank_block,
+    rows_with,
+    tile_count,
+)
 
 ROUTE, PLAN = 0, 1  # as in kernels.expert_tile
 ROUTE_LIMIT = 128  # up to here a program takes one route and no plan is read: few routes share an expert, and a plan costs 3 µs
@@ -97,11 +109,12 @@ class ExpertFusedConfig:
 
 @dataclass(frozen=True)
 class ExpertDeltaConfig:
-    """One launch (fused) or two (shrink, then expand)."""
+    """One launch (fused) or two (shrink, then expand); before them rows (csrc/rows.cu), where it is given and the layout fits it."""
 
     fused: ExpertFusedConfig | None
     shrink: ExpertShrinkConfig | None
     expand: ExpertExpandConfig | None
+    rows: RowsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -316,6 +329,15 @@ def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
     if p.a_groups == 2 and not narrow(p.arch):
         return fused_with(p, 64, block_n=32, block_k=64, num_stages=4, n_stages=4)
     return fused_with(p, 32, block_n=64, block_k=128, num_stages=3, n_stages=4)
+
+
+def rows(p: ExpertProblem, kernel: tuple) -> RowsConfig | None:
+    """csrc/rows.cu, or None where it would compute something else, or the plan has lower tiles; not chosen by itself yet."""
+    tile_rows = plan_rows(p.routes, p.experts, p.slots)
+    if not needs_plan(p.routes) or tile_rows % kernel[0]:
+        return None
+    items = plan_tiles(p.routes, p.experts, p.slots) * (tile_rows // kernel[0]) * p.groups
+    return rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, items, tile_rows)
 
 
 def delta(p: ExpertProblem) -> ExpertDeltaConfig:

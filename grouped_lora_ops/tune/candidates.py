@@ -127,6 +127,13 @@ def cudas(p: launch.Problem) -> list[dict]:
     ]
 
 
+def many_rows(p: launch.Problem) -> list[dict]:
+    """csrc/rows.cu, whose tiles have 32 rows and more."""
+    kernels = launch.ROWS_KERNELS if p.tokens >= 256 else ()
+    fitting = [list(k) for k in kernels if k[1] == max(16, launch.power_of_2(p.rank)) and k[0] <= 2 * p.rows_per_slot]
+    return [dict(kernel=k) for k in fitting if launch.rows(p, k) is not None]
+
+
 def two(shrink: tuple[dict, bool], expand: dict) -> tuple[str, dict]:
     """(label, rule) of two launches."""
     return f"two {shrink} {expand}", {"split": shrink[1], "shrink": shrink[0], "expand": expand}
@@ -141,9 +148,11 @@ def rules(p: launch.Problem, best: tuple[dict, bool] | None = None, middle: dict
 
 
 def one_launch(p: launch.Problem, cuda: bool) -> dict[str, dict]:
-    """The rules of one launch: Triton's fused kernel and, with `cuda`, csrc/delta.cu."""
+    """The rules of one launch: Triton's fused kernel and, with `cuda`, csrc/delta.cu and csrc/rows.cu."""
     found: dict[str, dict] = {f"fused {c}": {"fused": c} for c in fuseds(p)}
-    return found | {f"cuda {c}": {"cuda": c} for c in (cudas(p) if cuda else ())}
+    if cuda:
+        found |= {f"cuda {c}": {"cuda": c} for c in cudas(p)} | {f"rows {c}": {"rows": c} for c in many_rows(p)}
+    return found
 
 
 def middles(p: launch.Problem) -> list[dict]:

@@ -1,0 +1,374 @@
+// y = base + factor · (x Aᵀ) Bᵀ in one launch, for batches of many rows, where memory decides.
+//
+// A block stays on its multiprocessor and takes tiles of BM rows of one adapter (and expert) in turn. Four warps feed it:
+// they copy x and A, KS columns of D a stage, then B and base, NS columns of N a stage, and run on into the next tile while
+// the other warps still compute, so that loads never pause. Each of those owns 16 rows from x to y: its sum of h is, in
+// registers, what the product with B takes. No plan of shared memory, no barrier but those of the stages.
+//
+// The order of every sum is that of the Triton kernels (kernels/shrink.py, kernels/expand.py and their expert twins).
+#include "tile.cuh"
+
+static constexpr u32 FEEDERS = 128;
+static constexpr u32 SINGLE = 0, PLAN = 1, EXPERTS = 2; // one slot; rows by slot; tiles of (expert, slot) pairs
+static constexpr u32 IDS64 = 1, COPY = 2;               // as in ops/rows_cuda.py
+static constexpr u32 MOST_SLOTS = 1024;
+
+struct Params {
+    const u16 *x, *a, *b, *base; // base may be null, or out
+    u16 *out;
+    const void *ids;                 // SINGLE
+    const int *plan, *ranks;         // ranks may be null
+    const float *scalings, *weights; // weights (of rows) may be null
+    i64 ids_stride, w_t;
+    i64 x_t, x_g, a_l, a_e, a_g, a_r, b_l, b_e, b_g, b_n, p_t, p_g, o_t, o_g; // strides in elements; those of d, r and n are 1
+    u32 rows, slots, experts, features, columns, rank, groups;
+    u32 chunk, piece;    // columns of D that are summed from zero upwards: pieces make chunks, chunks make h
+    u32 x_rows;          // rows of y that share a row of x
+    u32 tile_rows, room; // EXPERTS: rows of the plan's tiles, and how many tiles it has room for
+    u32 mode, flags;
+};
+
+#if CLUSTERS
+template <class E, u32 BM, u32 RP, u32 KS, u32 NS, u32 STAGES>
+struct Rows {
+    static constexpr u32 WARPS = BM / 16, THREADS = WARPS * 32 + FEEDERS, RING = STAGES + 2;
+    static constexpr u32 KP = KS + 8, RPP = RP + 8, NP = NS + 8; // padded rows: no two of eight in one bank
+    static constexpr u32 NT = RP / 8, KR = RP / 16;
+    static constexpr u32 K_STAGE = (BM + RP) * KP, N_STAGE = NS * RPP + BM * NP, STAGE = K_STAGE > N_STAGE ? K_STAGE : N_STAGE;
+    static_assert(KS % 128 == 0 && NS % 16 == 0 && FEEDERS % (KS / 8) == 0 && FEEDERS % (NS / 8) == 0 && BM <= FEEDERS);
+
+    struct Tile {
+        int rows[BM]; // a row; −1: none; −2 − row: one without the adapter
+        u32 slot, expert, rank, lora;
+        float scaling;
+    };
+    struct Shared {
+        __align__(128) u16 stages[STAGES][STAGE];
+        Tile tiles[RING];
+        u64 full[STAGES], empty[STAGES];
+        int starts[MOST_SLOTS + 2];
+        u32 firsts[MOST_SLOTS + 2]; // the number of tiles of the slots before
+        u32 tiles_there;
+    };
+
+    struct Found {
+        int row;
+        u32 slot, expert;
+    };
+
+    // This thread's row of a tile, and whose it is. Whatever a plan says: 0 ≤ row < p.rows.
+    static __device__ __forceinline__ Found find(const Params &p, const Shared &s, u32 tile, u32 lane) {
+        Found f = {-1, 0, 0};
+        if (p.mode == SINGLE) {
+            const u32 row = tile * BM + lane;
+            if (lane < BM && row < p.rows) {
+                const i64 id = p.flags & IDS64 ? ((const i64 *)p.ids)[row * p.ids_stride] : ((const int *)p.ids)[row * p.ids_stride];
+                f.row = id == 0 ? (int)row : -2 - (int)row;
+            }
+            return f;
+        }
+        u32 first, end;
+        if (p.mode == PLAN) {
+            u32 low = 0, high = p.slots + 1; // the last slot whose first tile is not behind this one
+            while (high - low > 1) {
+                const u32 middle = (low + high) / 2;
+                (s.firsts[middle] <= tile ? low : high) = middle;
+            }
+            f.slot = low;
+            first = s.starts[low] + (tile - s.firsts[low]) * BM, end = s.starts[low + 1];
+        } else {
+            const int *head = p.plan + p.rows + p.experts + 1;
+            const u32 parts = p.tile_rows / BM, entry = tile / parts;
+            const int pair = head[entry];
+            first = head[p.room + entry] + tile % parts * BM, end = head[p.room + entry + 1];
+            f.expert = pair < 0 ? p.experts : min((u32)pair / (p.slots + 1), p.experts),
+            f.slot = pair < 0 ? p.slots : (u32)pair % (p.slots + 1);
+            if (pair < 0) end = first;
+        }
+        if (lane < BM && first + lane < end && first + lane < p.rows) {
+            const int row = p.plan[first + lane];
+            if (row >= 0 && (u32)row < p.rows) f.row = f.slot < p.slots && (p.mode == PLAN || f.expert < p.experts) ? row : -2 - row;
+        }
+        return f;
+    }
+
+    static __device__ __forceinline__ void feed(const Params &p, Shared &s, u32 items, u32 lane) {
+        u32 n = 0, i = 0;
+        Found next = blockIdx.x < items ? find(p, s, blockIdx.x / p.groups, lane) : Found{-1, 0, 0};
+#pragma unroll 1
+        for (u32 item = blockIdx.x; item < items; item += gridDim.x, ++i) {
+            Tile &t = s.tiles[i % RING];
+            const Found f = next;
+            const u32 g = item % p.groups;
+            if (lane < BM) t.rows[lane] = f.row;
+            const bool lora = f.slot < p.slots && (p.mode != EXPERTS || f.expert < p.experts);
+            const u32 rank = lora ? p.ranks ? min((u32)max(p.ranks[f.slot], 0), p.rank) : p.rank : 0;
+            if (lane == 0) t.slot = f.slot, t.expert = f.expert, t.rank = rank, t.lora = lora, t.scaling = lora ? p.scalings[f.slot] : 0;
+            if (item + gridDim.x < items) next = find(p, s, (item + gridDim.x) / p.groups, lane);
+            group_sync(1, FEEDERS);
+            if (lora) {
+                const u32 across = lane % (KS / 8) * 8, down = lane / (KS / 8);
+                constexpr u32 DOWN = FEEDERS / (KS / 8);
+                const u16 *a = p.a + f.slot * p.a_l + f.expert * p.a_e + g * p.a_g;
+#pragma unroll 1
+                for (u32 k0 = 0; k0 < p.features; k0 += KS, ++n) {
+                    u16 *stage = s.stages[n % STAGES];
+                    const u32 k = k0 + across, valid = p.features > k ? 2 * min(p.features - k, 8u) : 0;
+                    barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
+#pragma unroll
+                    for (u32 row = down; row < BM; row += DOWN) {
+                        const int from = t.rows[row];
+                        if (from >= 0)
+                            copy16(shared_address(stage + row * KP + across), valid ? p.x + from / p.x_rows * p.x_t + g * p.x_g + k : p.x,
+                                   valid);
+                    }
+#pragma unroll
+                    for (u32 r = down; r < RP; r += DOWN)
+                        if (r < rank) copy16(shared_address(stage + (BM + r) * KP + across), valid ? a + r * p.a_r + k : a, valid);
+                    fed(s, n, lane);
+                }
+            }
+            const u32 r = lane % (RP / 8) * 8, across = lane % (NS / 8) * 8;
+            const u32 valid = rank > r ? 2 * min(rank - r, 8u) : 0, rank16 = (rank + 15) / 16 * 16;
+            const u16 *b = p.b + f.slot * p.b_l + f.expert * p.b_e + g * p.b_g;
+#pragma unroll 1
+            for (u32 n0 = 0; n0 < p.columns; n0 += NS, ++n) {
+                u16 *stage = s.stages[n % STAGES], *bases = stage + NS * RPP;
+                barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
+                if (r < rank16)
+#pragma unroll
+                    for (u32 c = lane / (RP / 8); c < NS; c += FEEDERS / (RP / 8))
+                        if (n0 + c < p.columns) copy16(shared_address(stage + c * RPP + r), valid ? b + (n0 + c) * p.b_n + r : b, valid);
+                if (p.base && n0 + across < p.columns)
+#pragma unroll
+                    for (u32 row = lane / (NS / 8); row < BM; row += FEEDERS / (NS / 8)) {
+                        const int from = t.rows[row];
+                        if (from >= 0 || (from < -1 && (p.flags & COPY)))
+                            copy16(shared_address(bases + row * NP + across),
+                                   p.base + (from >= 0 ? from : -2 - from) * p.p_t + g * p.p_g + n0 + across, 16);
+                    }
+                fed(s, n, lane);
+            }
+        }
+        copies_wait<0>();
+    }
+
+    // The stage is full once all feeders' copies have landed; one of them says so for what was written by hand, too.
+    static __device__ __forceinline__ void fed(Shared &s, u32 n, u32 lane) {
+        const u32 full = shared_address(&s.full[n % STAGES]);
+        barrier_arrive_after_copies(full);
+        if (lane == 0) barrier_arrive(full);
+    }
+
+    static __device__ __forceinline__ void compute(const Params &p, Shared &s, u32 items, u32 warp, u32 lane) {
+        u32 n = 0, i = 0;
+        const u32 quad = lane / 4, pair = lane % 4 * 2;
+        auto await = [&] { barrier_wait(shared_address(&s.full[n % STAGES]), n / STAGES % 2); };
+        auto release = [&] {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&s.empty[n % STAGES]));
+            ++n;
+        };
+        // where the four 8 × 8 matrices of an operand lie: [16 rows][16 columns] of x, [2 × 8 rows][16 columns] of A and B
+        const u32 first_at = (warp * 16 + lane % 16), first_column = lane / 16 * 8, second_at = lane % 8 + lane / 16 * 8,
+                  second_column = lane / 8 % 2 * 8;
+#pragma unroll 1
+        for (u32 item = blockIdx.x; item < items; item += gridDim.x, ++i) {
+            await();
+            const Tile &t = s.tiles[i % RING];
+            const u32 g = item % p.groups, rank = t.rank;
+            const bool lora = t.lora;
+            const int rows[2] = {t.rows[warp * 16 + quad], t.rows[warp * 16 + quad + 8]};
+            u32 high[KR][4], low[KR][4];
+            float scale[2] = {1, 1}, factor[2] = {t.scaling, t.scaling};
+            if (p.weights)
+#pragma unroll
+                for (u32 half = 0; half < 2; ++half) factor[half] *= rows[half] >= 0 ? p.weights[rows[half] * p.w_t] : 0.0f;
+            if (lora) {
+                float acc[NT][4] = {}, part[NT][4] = {}, h[NT][4] = {};
+                auto add = [&](float (&to)[NT][4], float (&from)[NT][4]) {
+#pragma unroll
+                    for (u32 j = 0; j < NT; ++j)
+#pragma unroll
+                        for (u32 e = 0; e < 4; ++e) to[j][e] += from[j][e], from[j][e] = 0;
+                };
+                u32 done = 0;
+#pragma unroll 1
+                for (u32 k0 = 0; k0 < p.features; k0 += KS) {
+                    if (k0) await();
+                    const u16 *stage = s.stages[n % STAGES];
+                    const u32 x_at = shared_address(stage + first_at * KP + first_column),
+                              a_at = shared_address(stage + (BM + second_at) * KP + second_column);
+#pragma unroll
+                    for (u32 k = 0; k < KS; k += 16) {
+                        u32 xv[4], av[4];
+                        load_matrix4(xv, x_at + k * 2);
+#pragma unroll
+                        for (u32 j = 0; j < NT; j += 2) {
+                            load_matrix4(av, a_at + (j * 8 * KP + k) * 2);
+                            E::mma(acc[j], xv, av[0], av[1]);
+                            E::mma(acc[j + 1], xv, av[2], av[3]);
+                        }
+                        if (k % 128 == 112) {
+                            done += 128;
+                            if (done % p.piece == 0) add(part, acc);
+                            if (done % p.chunk == 0) add(h, part);
+                        }
+                    }
+                    release();
+                }
+                if (done % p.piece) add(part, acc);
+                if (done % p.chunk) add(h, part);
+                float most[2] = {0, 0};
+#pragma unroll
+                for (u32 j = 0; j < NT; ++j)
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e) {
+                        if (j * 8 + pair + e % 2 >= rank || rows[e / 2] < 0) h[j][e] = 0;
+                        most[e / 2] = fmaxf(most[e / 2], fabsf(h[j][e]));
+                    }
+                if constexpr (E::SCALED) {
+#pragma unroll
+                    for (u32 half = 0; half < 2; ++half) {
+#pragma unroll
+                        for (u32 d = 1; d < 4; d *= 2) most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], d));
+                        const u32 exponent = min(max((__float_as_uint(most[half]) >> 23) & 255, 1u), 253u);
+                        const float down = __uint_as_float((254 - exponent) << 23);
+                        scale[half] = __uint_as_float(exponent << 23);
+#pragma unroll
+                        for (u32 j = 0; j < NT; ++j) h[j][2 * half] *= down, h[j][2 * half + 1] *= down;
+                    }
+                }
+#pragma unroll
+                for (u32 k = 0; k < KR; ++k)
+#pragma unroll
+                    for (u32 q = 0; q < 4; ++q) {
+                        u32 top[2], rest[2];
+#pragma unroll
+                        for (u32 e = 0; e < 2; ++e) {
+                            const float v = h[2 * k + q / 2][q % 2 * 2 + e];
+                            top[e] = E::round(v);
+                            const float whole = E::widen(top[e]);
+                            rest[e] = E::round(whole == v ? 0.0f : v - whole);
+                        }
+                        high[k][q] = top[0] | top[1] << 16, low[k][q] = rest[0] | rest[1] << 16;
+                    }
+            }
+#pragma unroll 1
+            for (u32 n0 = 0; n0 < p.columns; n0 += NS) {
+                if (n0 || lora) await();
+                u16 *stage = s.stages[n % STAGES], *bases = stage + NS * RPP + warp * 16 * NP;
+                const u32 b_at = shared_address(stage + second_at * RPP + second_column);
+#pragma unroll 2
+                for (u32 c = 0; c < NS; c += 16) {
+                    float y[2][4] = {};
+                    if (lora) {
+                        u32 bv[KR][4];
+#pragma unroll
+                        for (u32 k = 0; k < KR; ++k)
+                            if (k * 16 < rank) load_matrix4(bv[k], b_at + (c * RPP + k * 16) * 2);
+#pragma unroll
+                        for (u32 k = 0; k < KR; ++k)
+                            if (k * 16 < rank) E::mma(y[0], high[k], bv[k][0], bv[k][1]), E::mma(y[1], high[k], bv[k][2], bv[k][3]);
+#pragma unroll
+                        for (u32 k = 0; k < KR; ++k)
+                            if (k * 16 < rank) E::mma(y[0], low[k], bv[k][0], bv[k][1]), E::mma(y[1], low[k], bv[k][2], bv[k][3]);
+                    }
+#pragma unroll
+                    for (u32 j = 0; j < 2; ++j)
+#pragma unroll
+                        for (u32 half = 0; half < 2; ++half) {
+                            u32 *at = (u32 *)(bases + (quad + half * 8) * NP + c + j * 8 + pair);
+                            const u32 was = p.base ? *at : 0;
+                            u32 now = 0;
+#pragma unroll
+                            for (u32 e = 0; e < 2; ++e) {
+                                const float v = E::SCALED ? y[j][2 * half + e] * scale[half] : y[j][2 * half + e];
+                                const float delta = rows[half] >= 0 ? v * factor[half] : 0.0f;
+                                const u16 kept = was >> 16 * e;
+                                const u32 is = !p.base         ? E::round(delta)
+                                               : delta == 0.0f ? kept
+                                                               : E::round(fmaf(v, factor[half], E::widen(kept)));
+                                now |= (is & 0xffff) << 16 * e;
+                            }
+                            *at = now;
+                        }
+                }
+                __syncwarp();
+#pragma unroll
+                for (u32 q = lane; q < 16 * NS / 8; q += 32) {
+                    const u32 row = q / (NS / 8), c = q % (NS / 8) * 8;
+                    const int code = t.rows[warp * 16 + row];
+                    if (n0 + c < p.columns && (code >= 0 || (code < -1 && (p.flags & COPY))))
+                        *(uint4 *)(p.out + (code >= 0 ? code : -2 - code) * p.o_t + g * p.o_g + n0 + c) =
+                            *(const uint4 *)(bases + row * NP + c);
+                }
+                release();
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void run(const Params &p) {
+        extern __shared__ __align__(128) u8 memory[];
+        Shared &s = *(Shared *)memory;
+        const u32 t = threadIdx.x;
+        if (t < STAGES) {
+            barrier_init(shared_address(&s.full[t]), FEEDERS + 1);
+            barrier_init(shared_address(&s.empty[t]), WARPS);
+        }
+        barrier_init_fence();
+        if (p.mode == PLAN) {
+#pragma unroll 1
+            for (u32 l = t; l < p.slots + 2; l += THREADS) s.starts[l] = min((u32)max(p.plan[p.rows + l], 0), p.rows);
+            __syncthreads();
+            if (t < 32) { // running sums of tiles
+                const u32 buckets = p.slots + (p.flags & COPY ? 1 : 0);
+                u32 before = 0;
+#pragma unroll 1
+                for (u32 l0 = 0; l0 < p.slots + 2; l0 += 32) {
+                    const u32 l = l0 + t;
+                    const u32 own = l < buckets ? (u32)max(s.starts[l + 1] - s.starts[l], 0) : 0;
+                    u32 sum = (own + BM - 1) / BM;
+                    const u32 tiles = sum;
+#pragma unroll
+                    for (u32 d = 1; d < 32; d *= 2) {
+                        const u32 v = __shfl_up_sync(~0u, sum, d);
+                        if (t >= d) sum += v;
+                    }
+                    if (l < p.slots + 2) s.firsts[l] = before + sum - tiles;
+                    before += __shfl_sync(~0u, sum, 31);
+                }
+                if (t == 0) s.tiles_there = before;
+            }
+        } else if (t == 0)
+            s.tiles_there =
+                p.mode == SINGLE ? (p.rows + BM - 1) / BM : min((u32)max(p.plan[p.rows + p.experts], 0), p.room) * (p.tile_rows / BM);
+        __syncthreads();
+        const u32 items = s.tiles_there * p.groups;
+        if (t < WARPS * 32)
+            compute(p, s, items, t / 32, t % 32);
+        else
+            feed(p, s, items, t - WARPS * 32);
+    }
+};
+
+// rows_<type>_<rows>_<ranks>_<columns of D a stage>_<columns of N>_<stages>, and shared_<the same>: its bytes of shared memory
+#define ROWS(E, BM, RP, KS, NS, STAGES)                                                      \
+    extern "C" __global__ void __launch_bounds__(BM * 2 + FEEDERS, 1)                        \
+        rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES(const __grid_constant__ Params p) {  \
+        Rows<E, BM, RP, KS, NS, STAGES>::run(p);                                             \
+    }                                                                                        \
+    extern "C" __device__ const int shared_rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES = \
+        sizeof(Rows<E, BM, RP, KS, NS, STAGES>::Shared);
+
+// As launch.ROWS_KERNELS.
+#define ALL(E)                    \
+    ROWS(E, 32, 16, 256, 256, 5)  \
+    ROWS(E, 64, 16, 256, 256, 4)  \
+    ROWS(E, 64, 32, 128, 128, 6)  \
+    ROWS(E, 64, 64, 128, 128, 5)  \
+    ROWS(E, 128, 16, 128, 128, 4) \
+    ROWS(E, 128, 64, 128, 128, 3)
+ALL(bf16)
+ALL(fp16)
+#endif
