@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 CHECK_IDS = os.environ.get("GROUPED_LORA_CHECK", "0") == "1"
 
@@ -53,6 +54,15 @@ def tensor_types(op: str, required: dict, optional: dict) -> None:
     for name, value in optional.items():
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"grouped_lora.{op}: {name} must be a torch.Tensor or None; got {type(value).__name__}.")
+    if forward_ad._current_level >= 0:
+        _no_tangents(op, {**required, **optional})
+
+
+def _no_tangents(op: str, tensors: dict) -> None:
+    """RuntimeError for a dual tensor: torch would drop its tangent without a word, which makes it zero."""
+    for name, t in tensors.items():
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise RuntimeError(f"grouped_lora.{op}: forward-mode derivatives are not supported; {name} has a tangent.")
 
 
 def instance(where: str, name: str, value, kind: type, cure: str) -> None:

@@ -98,6 +98,23 @@ def test_second_derivatives_raise():
         dx.sum().backward()
 
 
+def test_forward_mode_raises_and_leaves_what_has_no_tangent():
+    x, a, b, base, _ = tensors("plain", torch.float32)
+    calls = {
+        "delta": lambda x: gl.delta(x, a, b, IDS, SCALINGS),
+        "linear": lambda x: gl.linear(x, torch.ones(N, D), a, b, IDS, SCALINGS),
+        "shrink": lambda x: gl.shrink(x, a, IDS),
+    }
+    for name, call in calls.items():
+        sentence = f"grouped_lora.{name}: forward-mode derivatives are not supported; x has a tangent"
+        with pytest.raises(RuntimeError, match=sentence):
+            torch.func.jvp(call, (x,), (x,))
+        with torch.autograd.forward_ad.dual_level():
+            with pytest.raises(RuntimeError, match=sentence):
+                call(torch.autograd.forward_ad.make_dual(x, x))
+            assert torch.equal(call(x), call(x.clone()))
+
+
 @pytest.mark.parametrize("ids", [IDS, torch.full((T,), -1)], ids=["mixed", "none"])
 @pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])
 def test_opcheck(form, ids):

@@ -53,7 +53,12 @@ def call(op, **changes):
 
 SENTENCES = [
     # groups, ranks and features that disagree
-    ("delta", dict(lora_b=zeros(L, G * N, R)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D] (a flat [L, G·N, r] is a view of it, and unequal groups want out_sizes); got [3, 48, 4]."),
+    (
+        "delta",
+        dict(lora_b=zeros(L, G * N, R)),
+        "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D] "
+        "(a flat [L, G·N, r] is a view of it, and unequal groups want out_sizes); got [3, 48, 4].",
+    ),
     ("delta", dict(lora_b=zeros(L, 4, N, R)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D]; got [3, 4, 24, 4]."),
     ("delta", dict(lora_b=zeros(L, G, N, 5)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D]; got [3, 2, 24, 5]."),
     ("delta", dict(lora_b=zeros(2, G, N, R)), "lora_b must be of 3 slots like lora_a [3, 4, 40]; got [2, 2, 24, 4]."),
