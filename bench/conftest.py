@@ -15,6 +15,7 @@ import gc
 import math
 import statistics
 import sys
+import time
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,8 @@ OPS |= {"bench_wgrad": "train", "bench_host": "delta", "bench_tax": "tax"}
 _rows = pytest.StashKey[list]()
 _timer = pytest.StashKey[object]()
 _started = pytest.StashKey[str]()
+_saved = pytest.StashKey[float]()
+SAVE_EVERY = 5.0  # seconds: what is measured survives a run that is killed
 
 
 def pytest_addoption(parser):
@@ -53,7 +56,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--tiny") and not torch.cuda.is_available():
         torch.set_num_threads(1)  # tiny products: threads on a busy machine wait for each other, up to 100 ms a product
-    config.stash[_rows], config.stash[_started] = [], results.now()
+    config.stash[_rows], config.stash[_started], config.stash[_saved] = [], results.now(), time.monotonic()
     sys.path.extend(config.getoption("--peer-path"))
     names = config.getoption("--contenders").split(",")
     if unknown := sorted(set(names) - set(who.NAMES)):
@@ -211,6 +214,8 @@ def keep(benchmark, request, timer):
         config = request.config
         if benchmark.enabled:
             config.stash[_rows].append(row)
+            if time.monotonic() - config.stash[_saved] > SAVE_EVERY:
+                save(config)
         head = results.header(row["op"], timer.method, config.getoption("--tiny"), _commit(config))
         head["date"] = config.stash[_started]
         benchmark.extra_info.update(row | {"run": head, "peers": dict(peers or {})})
@@ -324,13 +329,18 @@ def _commit(config) -> str:
     return config.getoption("--bench-commit") or results.commit()
 
 
-def pytest_sessionfinish(session):
-    config = session.config
+def save(config) -> None:
+    """What is measured so far, to --bench-json."""
+    config.stash[_saved] = time.monotonic()
     path, rows = config.getoption("--bench-json"), config.stash[_rows]
     if path and rows:
         suite = "-".join(sorted({row["op"] for row in rows}))
         method = config.stash[_timer].method
         results.write(path, results.header(suite, method, config.getoption("--tiny"), _commit(config)), rows)
+
+
+def pytest_sessionfinish(session):
+    save(session.config)
 
 
 @pytest.hookimpl(trylast=True)
