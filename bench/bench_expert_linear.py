@@ -43,7 +43,9 @@ class Layer:
     def count(self) -> int:
         count = workloads.set_count(self.w, free_bytes(self.device), self.most)
         if not count:
-            pytest.skip(f"{workloads.bytes_per_set(self.w) / 1e9:.0f} GB of tensors, and as much for the check, do not fit this GPU")
+            pytest.skip(
+                f"{workloads.bytes_per_set(self.w) / 1e9:.0f} GB of tensors, and as much for the check, do not fit this GPU"
+            )
         return count
 
     @cached_property

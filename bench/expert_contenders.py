@@ -46,7 +46,9 @@ def ways(op: str, contender: str, w: LayerWorkload, shared: dict) -> dict[str, F
 # --- ours ---
 
 
-def ours(op: str, w: LayerWorkload, shared: dict, lora: bool = True, plan: Tensor | None = None, library=glo) -> Forward:
+def ours(
+    op: str, w: LayerWorkload, shared: dict, lora: bool = True, plan: Tensor | None = None, library=glo
+) -> Forward:
     """The op, or with library=glo.reference its reference."""
     ids, weights = shared["expert_ids"], shared["topk_weights"]
     given = (shared["adapter_ids"], shared["scalings"]) if lora else (None, None)

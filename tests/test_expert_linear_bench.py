@@ -55,7 +55,9 @@ def float64_answer(w, t: dict, shared: dict, h_dtype=torch.float64) -> torch.Ten
     return (y.view(w.T, w.top_k, -1).sum(1) if w.projection == "mlp" else y).to(w.dtype)
 
 
-@pytest.mark.parametrize("op, projection", [("expert_linear", "gate_up"), ("expert_linear", "down"), ("expert_mlp", "mlp")])
+@pytest.mark.parametrize(
+    "op, projection", [("expert_linear", "gate_up"), ("expert_linear", "down"), ("expert_mlp", "mlp")]
+)
 def test_the_integers_are_exact_at_the_largest_sizes(op, projection):
     """dsv3's widths, rank 64: float32 sums give the float64 answer's bits, and an h rounded to bf16 does not."""
     w = workload(op, projection=projection, T=4, rank=64, slots=3, sizes=(7168, 2048, 2, 2))
@@ -134,7 +136,14 @@ def test_sets_fit_the_memory():
 
 def test_the_reports_table_has_the_base_the_ratio_and_the_tax():
     w = workloads.EXPERT_MLP[0]
-    row = {"op": "expert_mlp", "workload": w.name, "contender": "ours", **w.facts("expert_mlp"), "us": 80.0, "base_us": 100.0}
+    row = {
+        "op": "expert_mlp",
+        "workload": w.name,
+        "contender": "ours",
+        **w.facts("expert_mlp"),
+        "us": 80.0,
+        "base_us": 100.0,
+    }
     row |= {"torch_lora_us": 150.0, "parent_us": 75.0, "peak_mib": 3.0}
     head, (line,) = tables.columns_and_lines({w.name: {"ours": row}})
     found = dict(zip(head, line))
