@@ -208,6 +208,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "linear::test_second_derivatives_raise",
         "expert_autograd::test_second_derivatives_raise",
     ),
+    "forward-mode derivatives raise": ("autograd::test_forward_mode_raises_and_leaves_what_has_no_tangent",),
+    "results and gradients have the strides that a compiler is told": (
+        "autograd::test_results_and_gradients_have_the_strides_that_a_compiler_is_told",
+        "expert_autograd::test_results_and_gradients_have_the_strides_that_a_compiler_is_told",
+    ),
     "opcheck passes": (
         "autograd::test_opcheck",
         "autograd::test_opcheck_of_nothing",
