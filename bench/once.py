@@ -1,6 +1,6 @@
 """Call our op once on each workload of the suites, in several processes, so that no suite compiles while it is timed.
 
-    python -m bench.once [--suites delta,expert_mlp] [--workers 16]     compile what the suites will launch
+    python -m bench.once [--suites delta,expert_mlp] [--workers 16]     compile what the suites (and --few) will launch
     python -m bench.once --few                                          few calls in this process, for compute-sanitizer
 
 The first form keeps one expert's memory for all experts and slots (strides of 0, which are aligned as real ones are): launch
@@ -138,6 +138,11 @@ def tasks(suites: list[str], tiny: bool = False) -> list[tuple[str, int, int, bo
     return sorted(every, key=lambda task: (task[2] * 37 % 101, task))
 
 
+def tasks_of_few(tiny: bool) -> list[tuple[str, int, int, bool]]:
+    rows = {suite: [w.name for w in SUITES[suite][0][0]] for suite in FEW}
+    return [(suite, 0, rows[suite].index(name), tiny) for suite, names in FEW.items() for name in names]
+
+
 def call_once(task: tuple[str, int, int, bool], whole: bool = False) -> str | None:
     """What went wrong, else None."""
     suite, part, number, tiny = task
@@ -158,11 +163,10 @@ def few(tiny: bool) -> list[str]:
     """Every op's check on small integers, then the workloads of FEW with real buffers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = [f"{found.op}: {found.wrong}" for found in selfcheck.run(device) if found.wrong]
-    for suite, names in FEW.items():
-        rows = [w.name for w in SUITES[suite][0][0]]
-        for name in names:
-            print(suite, name, flush=True)
-            failed += filter(None, [call_once((suite, 0, rows.index(name), tiny), whole=True)])
+    for task in tasks_of_few(tiny):
+        suite, part, number, _ = task
+        print(suite, SUITES[suite][part][0][number].name, flush=True)
+        failed += filter(None, [call_once(task, whole=True)])
     return failed
 
 
@@ -180,7 +184,7 @@ def main() -> int:
     if options.few:
         failed, count = few(options.tiny), sum(map(len, FEW.values()))
     else:
-        todo = tasks(suites, options.tiny)
+        todo = list(dict.fromkeys(tasks(suites, options.tiny) + tasks_of_few(options.tiny)))
         failed, count, last = [], len(todo), start
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:

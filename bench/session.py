@@ -1,4 +1,4 @@
-"""One command for a GPU that is lent for some minutes: tests, sanitizer, then the suites, each with a limit out of what is left.
+"""One command for a GPU that is lent for some minutes: tests, compilation, sanitizer, then the suites, each with a limit out of what is left.
 
     python -m bench.session --out DIR --minutes 9                            every step that is not marked "asked for"
     python -m bench.session --out DIR --minutes 9 --steps compile,expert_mlp,expert_linear
@@ -253,37 +253,28 @@ def sanitizer() -> str | None:
 def all_steps(
     out: Path, commit: str, workers: int, chosen: Sequence[str] | None = None, tiny: bool = False
 ) -> list[Step]:
-    """Every step in its order; `chosen` says which suites the compile step prepares."""
+    """Every step in its order; the compile step prepares the suites that are `chosen`, or all that need not be asked for."""
     python, small = sys.executable, ["--tiny"] if tiny else []
     pytest = [python, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
     spread = ["-n", str(workers)] if importlib.util.find_spec("xdist") else []
     steps = [Step("tests", [*pytest, "-m", "gpu", *spread, "--tb=short", "tests"], 300, "pytest -m gpu")]
-    for name, tool, seconds in (("sanitize", "memcheck", 60), ("racecheck", "racecheck", 120)):
-        program = sanitizer()
-        command = (
-            [program, "--tool", tool, "--error-exitcode", "9", python, "-m", "bench.once", "--few", *small]
-            if program
-            else []
-        )
-        about = f"compute-sanitizer {tool} on a few calls" if program else "there is no compute-sanitizer"
-        # PyTorch's own pool would hide an access past the end of a tensor
-        steps.append(Step(name, command, seconds, about, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
-    timed = [name for name in SUITES if chosen is None or name in chosen]
+    timed = [name for name in SUITES if name in (chosen or ())] or [name for name in SUITES if name not in ASKED_FOR]
     stems = [stem for name in timed for stem in SUITES[name][0].split()]
-    called = ",".join(dict.fromkeys("delta" if stem == "host" else stem for stem in stems)) or "delta"
+    called = ",".join(dict.fromkeys("delta" if stem == "host" else stem for stem in stems))
     compile_all = [python, "-m", "bench.once", "--workers", str(workers), "--suites", called, *small]
     steps.append(Step("compile", compile_all, 90, "each workload of the suites that follow, once"))
+    for name, tool, seconds in (("sanitize", "memcheck", 60), ("racecheck", "racecheck", 120)):
+        program = sanitizer()
+        about = f"compute-sanitizer {tool} on a few calls" if program else "there is no compute-sanitizer"
+        checked = [program, "--tool", tool, "--error-exitcode", "9", python, "-m", "bench.once", "--few", *small]
+        # PyTorch's own pool would hide an access past the end of a tensor
+        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        steps.append(Step(name, checked if program else [], seconds, about, alone))
     for name, (stems, more, seconds, _) in SUITES.items():
         files = [f"bench/bench_{stem}.py" for stem in stems.split()]
         kept = ["--bench-json", str(out / f"{name}.json"), "--bench-commit", commit]
-        steps.append(
-            Step(
-                name,
-                [*pytest, *files, *more, *small, *kept],
-                seconds,
-                f"pytest {' '.join(files)} {' '.join(more)}".rstrip(),
-            )
-        )
+        about = " ".join(["pytest", *files, *more])
+        steps.append(Step(name, [*pytest, *files, *more, *small, *kept], seconds, about))
     return steps
 
 

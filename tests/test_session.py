@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_imported_and_a_worker_that_dies_are_named():
 def test_the_steps_name_files_and_workloads_that_exist(tmp_path):
     steps = session.all_steps(tmp_path, "abc", 4)
     default = [step for step in steps if step.name not in session.ASKED_FOR]
-    assert [step.name for step in steps][:4] == ["tests", "sanitize", "racecheck", "compile"]
+    assert [step.name for step in steps][:4] == ["tests", "compile", "sanitize", "racecheck"]
     written = [
         Path(step.command[step.command.index("--bench-json") + 1]).name
         for step in default
