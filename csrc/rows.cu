@@ -3,7 +3,10 @@
 // A block stays on its multiprocessor and takes tiles of BM rows of one adapter (and expert) in turn. Four warps feed it:
 // they copy x and A, KS columns of D a stage, then B and base, NS columns of N a stage, and run on into the next tile while
 // the other warps still compute, so that loads never pause. Each of those owns 16 rows from x to y: its sum of h is, in
-// registers, what the product with B takes. No plan of shared memory, no barrier but those of the stages.
+// registers, what the product with B takes. No barrier but those of the stages.
+//
+// Where groups share A, CL of them may be a cluster (CL > 1): its blocks have a group each of the same rows, and each fetches a CLth
+// of A for all of them. A stage is then free when all blocks have done with it.
 //
 // The order of every sum is that of the Triton kernels (kernels/shrink.py, kernels/expand.py and their expert twins).
 #include "tile.cuh"
@@ -29,7 +32,7 @@ struct Params {
 };
 
 #if CLUSTERS
-template <class E, u32 BM, u32 RP, u32 KS, u32 NS, u32 STAGES>
+template <class E, u32 BM, u32 RP, u32 KS, u32 NS, u32 STAGES, u32 CL>
 struct Rows {
     static constexpr u32 WARPS = BM / 16, THREADS = WARPS * 32 + FEEDERS, RING = STAGES + 2;
     static constexpr u32 KP = KS + 8, RPP = RP + 8, NP = NS + 8; // padded rows: no two of eight in one bank
@@ -122,10 +125,17 @@ struct Rows {
                             copy16(shared_address(stage + row * KP + across), valid ? p.x + from / p.x_rows * p.x_t + g * p.x_g + k : p.x,
                                    valid);
                     }
+                    if constexpr (CL > 1) {
+                        const u32 r = blockIdx.x % CL * (RP / CL) + lane; // features are whole stages
+                        if (lane < RP / CL && r < rank)
+                            copy_to_cluster(shared_address(stage + (BM + r) * KP), a + r * p.a_r + k0, 2 * KS,
+                                            shared_address(&s.full[n % STAGES]), CL);
+                    } else {
 #pragma unroll
-                    for (u32 r = down; r < RP; r += DOWN)
-                        if (r < rank) copy16(shared_address(stage + (BM + r) * KP + across), valid ? a + r * p.a_r + k : a, valid);
-                    fed(s, n, lane);
+                        for (u32 r = down; r < RP; r += DOWN)
+                            if (r < rank) copy16(shared_address(stage + (BM + r) * KP + across), valid ? a + r * p.a_r + k : a, valid);
+                    }
+                    fed(s, n, lane, CL > 1 ? rank * KS * 2 : 0);
                 }
             }
             const u32 r = lane % (RP / 8) * 8, across = lane % (NS / 8) * 8;
@@ -147,17 +157,18 @@ struct Rows {
                             copy16(shared_address(bases + row * NP + across),
                                    p.base + (from >= 0 ? from : -2 - from) * p.p_t + g * p.p_g + n0 + across, 16);
                     }
-                fed(s, n, lane);
+                fed(s, n, lane, 0);
             }
         }
         copies_wait<0>();
     }
 
-    // The stage is full once all feeders' copies have landed; one of them says so for what was written by hand, too.
-    static __device__ __forceinline__ void fed(Shared &s, u32 n, u32 lane) {
+    // The stage is full once all feeders' copies have landed, and `sent` bytes from the cluster; one of them says so for what was
+    // written by hand, too.
+    static __device__ __forceinline__ void fed(Shared &s, u32 n, u32 lane, u32 sent) {
         const u32 full = shared_address(&s.full[n % STAGES]);
         barrier_arrive_after_copies(full);
-        if (lane == 0) barrier_arrive(full);
+        if (lane == 0) barrier_expect(full, sent);
     }
 
     static __device__ __forceinline__ void compute(const Params &p, Shared &s, u32 items, u32 warp, u32 lane) {
@@ -165,8 +176,15 @@ struct Rows {
         const u32 quad = lane / 4, pair = lane % 4 * 2;
         auto await = [&] { barrier_wait(shared_address(&s.full[n % STAGES]), n / STAGES % 2); };
         auto release = [&] {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&s.empty[n % STAGES]));
+            const u32 empty = shared_address(&s.empty[n % STAGES]);
+            if constexpr (CL > 1) {
+                before_copies();
+                __syncwarp();
+                if (lane < CL) barrier_arrive_remote(remote(empty, lane));
+            } else {
+                __syncwarp();
+                if (lane == 0) barrier_arrive(empty);
+            }
             ++n;
         };
         // where the four 8 × 8 matrices of an operand lie: [16 rows][16 columns] of x, [2 × 8 rows][16 columns] of A and B
@@ -314,9 +332,13 @@ struct Rows {
         const u32 t = threadIdx.x;
         if (t < STAGES) {
             barrier_init(shared_address(&s.full[t]), FEEDERS + 1);
-            barrier_init(shared_address(&s.empty[t]), WARPS);
+            barrier_init(shared_address(&s.empty[t]), WARPS * CL);
         }
         barrier_init_fence();
+        if constexpr (CL > 1) {
+            __syncwarp();
+            cluster_arrive();
+        }
         if (p.mode == PLAN) {
 #pragma unroll 1
             for (u32 l = t; l < p.slots + 2; l += THREADS) s.starts[l] = min((u32)max(p.plan[p.rows + l], 0), p.rows);
@@ -344,31 +366,41 @@ struct Rows {
             s.tiles_there =
                 p.mode == SINGLE ? (p.rows + BM - 1) / BM : min((u32)max(p.plan[p.rows + p.experts], 0), p.room) * (p.tile_rows / BM);
         __syncthreads();
+        if constexpr (CL > 1) cluster_wait();  // the barriers of all blocks are set up
         const u32 items = s.tiles_there * p.groups;
         if (t < WARPS * 32)
             compute(p, s, items, t / 32, t % 32);
         else
             feed(p, s, items, t - WARPS * 32);
+        if constexpr (CL > 1) {  // no block leaves while another may still write into it
+            __syncwarp();
+            cluster_arrive();
+            cluster_wait();
+        }
     }
 };
 
-// rows_<type>_<rows>_<ranks>_<columns of D a stage>_<columns of N>_<stages>, and shared_<the same>: its bytes of shared memory
-#define ROWS(E, BM, RP, KS, NS, STAGES)                                                      \
-    extern "C" __global__ void __launch_bounds__(BM * 2 + FEEDERS, 1)                        \
-        rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES(const __grid_constant__ Params p) {  \
-        Rows<E, BM, RP, KS, NS, STAGES>::run(p);                                             \
-    }                                                                                        \
-    extern "C" __device__ const int shared_rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES = \
-        sizeof(Rows<E, BM, RP, KS, NS, STAGES>::Shared);
+#define CLUSTER_1
+#define CLUSTER_4 __cluster_dims__(4, 1, 1)
+// rows_<type>_<rows>_<ranks>_<columns of D a stage>_<columns of N>_<stages>_<cluster>, and shared_<the same>: its bytes of shared memory
+#define ROWS(E, BM, RP, KS, NS, STAGES, CL)                                                        \
+    extern "C" __global__ void CLUSTER_##CL __launch_bounds__(BM * 2 + FEEDERS, 1)                 \
+        rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES##_##CL(const __grid_constant__ Params p) { \
+        Rows<E, BM, RP, KS, NS, STAGES, CL>::run(p);                                               \
+    }                                                                                              \
+    extern "C" __device__ const int shared_rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES##_##CL = \
+        sizeof(Rows<E, BM, RP, KS, NS, STAGES, CL>::Shared);
 
 // As launch.ROWS_KERNELS.
-#define ALL(E)                    \
-    ROWS(E, 32, 16, 256, 256, 5)  \
-    ROWS(E, 64, 16, 256, 256, 4)  \
-    ROWS(E, 64, 32, 128, 128, 6)  \
-    ROWS(E, 64, 64, 128, 128, 5)  \
-    ROWS(E, 128, 16, 128, 128, 4) \
-    ROWS(E, 128, 64, 128, 128, 3)
+#define ALL(E)                       \
+    ROWS(E, 32, 16, 256, 256, 5, 1)  \
+    ROWS(E, 64, 16, 256, 256, 4, 1)  \
+    ROWS(E, 64, 32, 128, 128, 6, 1)  \
+    ROWS(E, 64, 64, 128, 128, 5, 1)  \
+    ROWS(E, 128, 16, 128, 128, 4, 1) \
+    ROWS(E, 128, 64, 128, 128, 3, 1) \
+    ROWS(E, 32, 64, 128, 128, 7, 4)  \
+    ROWS(E, 64, 64, 128, 128, 5, 4)
 ALL(bf16)
 ALL(fp16)
 #endif

@@ -92,6 +92,19 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// … of a block of the cluster, by an address from `remote`.
+__device__ __forceinline__ void barrier_arrive_remote(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// `bytes` bytes (a multiple of 16) from global memory to the same place in the shared memory of the cluster's first `blocks`
+// blocks, counted by the same barrier of each.
+__device__ __forceinline__ void copy_to_cluster(u32 to, const void *from, u32 bytes, u32 barrier, u32 blocks) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << blocks) - 1))
+                 : "memory");
+}
+// What this thread wrote and read in shared memory comes before copies that other threads start into it.
+__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Arrive once all copies that this thread has started so far have landed; the barrier's count includes it.
 __device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

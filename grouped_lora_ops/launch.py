@@ -113,9 +113,9 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class RowsConfig:
-    """A kernel of csrc/rows.cu: rows of a tile, ranks, columns of D and of N a stage, stages."""
+    """A kernel of csrc/rows.cu: rows of a tile, ranks, columns of D and of N a stage, stages, blocks of a cluster."""
 
-    kernel: tuple[int, int, int, int, int]
+    kernel: tuple[int, int, int, int, int, int]
     blocks: int  # one a multiprocessor, or fewer
     threads: int
     tile_rows: int = 0  # of the experts' plan
@@ -413,9 +413,10 @@ def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spr
     )
 
 
-# The kernels that csrc/rows.cu instantiates: (rows, ranks, columns of D and of N a stage, stages).
+# The kernels that csrc/rows.cu instantiates: (rows, ranks, columns of D and of N a stage, stages, groups that fetch A together).
 ROWS_KERNELS = (
-    (32, 16, 256, 256, 5), (64, 16, 256, 256, 4), (64, 32, 128, 128, 6), (64, 64, 128, 128, 5), (128, 16, 128, 128, 4), (128, 64, 128, 128, 3),
+    (32, 16, 256, 256, 5, 1), (64, 16, 256, 256, 4, 1), (64, 32, 128, 128, 6, 1), (64, 64, 128, 128, 5, 1), (128, 16, 128, 128, 4, 1),
+    (128, 64, 128, 128, 3, 1), (32, 64, 128, 128, 7, 4), (64, 64, 128, 128, 5, 4),
 )  # fmt: skip
 ROWS_SLOTS = 1024  # whose tiles a block counts in shared memory
 
@@ -424,13 +425,16 @@ def rows_with(arch: str, sms: int, kernel: tuple, itemsize: int, rank: int, item
     """RowsConfig for so many tiles (times groups), or None where the kernel would compute something else."""
     if itemsize != 2 or rank > kernel[1] or arch not in ("sm_90", "sm_100"):
         return None
-    return RowsConfig(tuple(kernel), max(1, min(sms, items)), 2 * kernel[0] + 128, tile_rows)
+    cluster = kernel[5]
+    most = sms if cluster == 1 else (sms // cluster - 1) * cluster  # a GPU's parts are not all whole clusters
+    return RowsConfig(tuple(kernel), max(cluster, min(most, items)), 2 * kernel[0] + 128, tile_rows)
 
 
 def rows(p: Problem, kernel: tuple) -> RowsConfig | None:
     """csrc/rows.cu for a dense problem; not chosen by itself: written after the last run on a GPU."""
     items = tile_count(kernel[0], p.tokens, p.slots, p.slots == 1) * p.groups
-    return None if p.slots > ROWS_SLOTS else rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, items)
+    together = kernel[5] == 1 or (p.shared_a and p.groups % kernel[5] == 0 and p.in_features % kernel[2] == 0)
+    return None if p.slots > ROWS_SLOTS or not together else rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, items)
 
 
 def _cuda(p: Problem) -> CudaConfig | None:
@@ -565,7 +569,7 @@ def table(arch: str) -> dict:
     "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
     hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
     the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. "cuda": null in their place keeps csrc/delta.cu out,
-    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it, "rows": {"kernel": [64, 64, 128, 128, 5]}
+    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it, "rows": {"kernel": [64, 64, 128, 128, 5, 1]}
     for csrc/rows.cu. "fused" is passed over where r is more than a block. A rule may not change what fixes a row's bits: chunk,
     chunks and rank_block.
     """

@@ -334,7 +334,7 @@ def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
 def rows(p: ExpertProblem, kernel: tuple) -> RowsConfig | None:
     """csrc/rows.cu, or None where it would compute something else, or the plan has lower tiles; not chosen by itself yet."""
     tile_rows = plan_rows(p.routes, p.experts, p.slots)
-    if not needs_plan(p.routes) or tile_rows % kernel[0]:
+    if not needs_plan(p.routes) or tile_rows % kernel[0] or kernel[5] > 1:
         return None
     items = plan_tiles(p.routes, p.experts, p.slots) * (tile_rows // kernel[0]) * p.groups
     return rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, items, tile_rows)

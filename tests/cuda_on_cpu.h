@@ -222,6 +222,16 @@ inline void barrier_arrive(u32 barrier) {
     if (b.pending == 0) cpu::fail("more arrive than a barrier expects");
     --b.pending, cpu::settle(b);
 }
+inline void barrier_arrive_remote(u32 barrier) {
+    if (!cpu::blocks.at(barrier >> 20)->running) cpu::fail("a signal to a block that has ended");
+    barrier_arrive(barrier);
+}
+inline void copy_to_cluster(u32 to, const void *from, u32 bytes, u32 barrier, u32 blocks) {
+    if (to % 16 || (u64)from % 16 || bytes % 16) cpu::fail("a copy that is not aligned");
+    for (u32 b = 0; b < blocks; ++b)
+        for (u32 i = 0; i < bytes; i += 16) send(remote(to, b) + i, (const u8 *)from + i, 16, remote(barrier, b));
+}
+inline void before_copies() {}
 inline void copy16(u32 to, const void *from, int valid) {
     if (to % 16 || (u64)from % 16 || valid < 0 || valid > 16) cpu::fail("a copy that is not aligned");
     cpu::now->copies.push_back({to, 0, (const u8 *)from, (u32)valid});

@@ -20,7 +20,8 @@ from grouped_lora_ops.ops import common, prepared, rows_cuda
 
 ROOT = Path(__file__).parents[1]
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-small = [k for k in KERNELS if k[0] <= 64]
+small = [k for k in KERNELS if k[0] <= 64 and k[5] == 1]
+clustered = [k for k in KERNELS if k[5] > 1]
 
 
 # --- the source on the CPU ---
@@ -33,7 +34,7 @@ def translated() -> str:
         (r'#include "tile.cuh"', f'#include "{ROOT / "tests/cuda_on_cpu.h"}"', 1),
         (r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 1),
         (r"__align__\(128\)", "alignas(128)", 1),
-        (r'extern "C" __global__ void __launch_bounds__\([^\\]*\\\n', 'extern "C" void \\\\\n', 1),
+        (r'extern "C" __global__ void CLUSTER_##CL __launch_bounds__\([^\\]*\\\n', 'extern "C" void \\\\\n', 1),
         (r'extern "C" __device__ const int', 'extern "C" const int', 1),
     ):
         text, found = re.subn(pattern, by, text)
@@ -101,12 +102,21 @@ def want_delta(c, base=True):
     return rounded(reference.delta(*w.factors, base=w.base if base else None, **c.wide().kw), c.x.dtype)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k[5] == 1], ids=str)
 def test_exact(on_cpu, kernel):
     """Several tiles a block, parts of tiles, of stages and of chunks; ranks and tails of B that hold NaN."""
     rows, most, step = kernel[:3]
     c = build("plain", tokens=rows + 9, slots=3, features=step + 72, out=kernel[3] + 24, rank=most, ranks=True)
     assert_equal(run_dense(c, kernel, c.base, blocks=3), want_delta(c))
+
+
+@pytest.mark.parametrize("kernel", clustered, ids=str)
+def test_groups_that_share_a_fetch_it_together(on_cpu, kernel):
+    """Four blocks, a group each, send each other a quarter of A; in turn for two sets of groups and several tiles."""
+    for seed, (tokens, slots, groups, rank) in enumerate(((7, 1, 4, 64), (kernel[0] + 3, 2, 8, 40))):
+        on_cpu.seed = seed + 1
+        c = build("wo_a", tokens=tokens, slots=slots, groups=groups, features=256, out=136, rank=rank, ranks=True)
+        assert_equal(run_dense(c, kernel, c.base, blocks=4), want_delta(c), f"{tokens} {groups}")
 
 
 @halves
@@ -185,20 +195,24 @@ def test_experts(on_cpu, monkeypatch, kernel, form, shared):
 
 def test_the_kernels_are_those_of_the_source():
     text = (ROOT / "csrc/rows.cu").read_text()
-    found = [tuple(map(int, m)) for m in re.findall(r"ROWS\(E, (\d+), (\d+), (\d+), (\d+), (\d+)\)", text)]
+    found = [tuple(map(int, m)) for m in re.findall(r"ROWS\(E, (\d+), (\d+), (\d+), (\d+), (\d+), (\d+)\)", text)]
     assert tuple(found) == KERNELS
 
 
 def test_what_the_kernel_cannot_do_is_refused():
     p = launch.Problem("sm_90", 132, 2, 4096, 4, 4096, 1024, 64, 8)
-    able = launch.rows(p, (64, 64, 128, 128, 5))
+    able = launch.rows(p, (64, 64, 128, 128, 5, 1))
     assert (able.blocks, able.threads) == (132, 256)
     for change in (dict(rank=65), dict(itemsize=4), dict(arch="sm_80"), dict(slots=1025)):
-        assert launch.rows(replace(p, **change), (64, 64, 128, 128, 5)) is None
+        assert launch.rows(replace(p, **change), (64, 64, 128, 128, 5, 1)) is None
+    together = (32, 64, 128, 128, 7, 4)
+    assert launch.rows(p, together) is None  # an A for each group
+    assert launch.rows(replace(p, shared_a=True), together).blocks == 128
+    assert launch.rows(replace(p, shared_a=True, in_features=4104), together) is None
     few = launch_experts.ExpertProblem("sm_90", 132, 2, 512, 128, 1, 1, 1, 768, 2048, 32)
-    assert launch_experts.rows(few, (64, 32, 128, 128, 6)) is None  # the plan's tiles have 16 routes
+    assert launch_experts.rows(few, (64, 32, 128, 128, 6, 1)) is None  # the plan's tiles have 16 routes
     many = replace(few, routes=32768)
-    assert launch_experts.rows(many, (64, 32, 128, 128, 6)).tile_rows == 128
+    assert launch_experts.rows(many, (64, 32, 128, 128, 6, 1)).tile_rows == 128
 
 
 def _dense(monkeypatch, kernel):
@@ -214,6 +228,7 @@ def _dense(monkeypatch, kernel):
 def test_the_bits_of_the_triton_kernels(monkeypatch, kernel, dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     for tokens, slots, features in ((200, 1, 4096), (1000, 3, 1032), (3000, 40, 520)):
+        features = features // 128 * 128 if kernel[5] > 1 else features
         x, base = (torch.randn(tokens, 4, n, generator=generator, device="cuda").to(dtype) for n in (features, 1000))
         a = (torch.randn(slots, kernel[1], features, generator=generator, device="cuda") * features**-0.5).to(dtype)
         b = torch.randn(slots, 4, 1000, kernel[1], generator=generator, device="cuda").to(dtype)

@@ -41,7 +41,7 @@ def _launch(name: str, x: Tensor, pointers: tuple, strides: tuple, sizes: tuple,
     kernel = f"{'fp16' if x.dtype == torch.float16 else 'bf16'}_{'_'.join(map(str, config.kernel))}"
     shared = module.constant(name, f"shared_rows_{kernel}")
     function = module.function(name, f"rows_{kernel}", shared, False)
-    grid = (config.blocks, 1, 1)
+    grid = (config.blocks, 1, 1)  # a kernel names its cluster itself
     cuda.launch(function, grid, config.threads, LAYOUT, (*pointers, *strides, *sizes), shared=shared, pdl=False)
     return True
 
