@@ -73,7 +73,7 @@ def test_adapters_of_ones_own(example, tmp_path, capsys):
     assert example.main([*SHORT, "--groups", "5", "--adapters", *paths]) == 2
     assert "groups must divide the module's 96 out features; got 5." in capsys.readouterr().err
     assert example.main([*SHORT, "--adapters", str(tmp_path / "none")]) == 2
-    assert "must hold adapter_config.json and adapter_model.safetensors" in capsys.readouterr().err
+    assert "must be an adapter's directory; there is none." in capsys.readouterr().err
 
 
 def test_every_step_has_another_mix_and_a_row_without_adapter(example):

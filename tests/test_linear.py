@@ -401,7 +401,7 @@ SENTENCES = [
     (dict(weight=zeros(G, N, D).half()), "weight must be float32 like x; got float16."),
     (dict(bias=zeros(N)), "bias must be [2, 24] to match x [8, 2, 40] and lora_b [3, 2, 24, 4]; got [24]."),
     (dict(bias=zeros(G, N).half()), "bias must be float32 like x, or float32; got float16."),
-    (dict(lora_b=zeros(L, G, N, 5)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40]; got [3, 2, 24, 5]."),
+    (dict(lora_b=zeros(L, G, N, 5)), "lora_b must be [L, 2, N, 4] to match x [8, 2, 40] = [T, G, D]; got [3, 2, 24, 5]."),
     (dict(adapter_ids=zeros(7).long()), "adapter_ids must be [8] to match x [8, 2, 40]; got [7]."),
     (dict(adapter_ids=torch.full((T,), L)), "adapter_ids must be -1 (no adapter) or a slot 0 … 2; got 3."),
     (dict(scalings=torch.ones(2)), "scalings must be [3] to match lora_a [3, 4, 40]; got [2]."),
