@@ -36,7 +36,8 @@ def pytest_cmdline_main(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--thorough", action="store_true", help="on a GPU, run the tests marked thorough, too")
+    about = "on a GPU, run the tests marked thorough, too; without one, compile all kernels, not some"
+    parser.addoption("--thorough", action="store_true", help=about)
     parser.addoption("--fuzz-seconds", type=float, default=0, help="draw calls for test_fuzz.py this long, other ones each time")
 
 

@@ -34,6 +34,7 @@ def kernels_of(request, tmp_path_factory):
     """(arch, shared memory limit, what compile_kernels.py prints)."""
     pytest.importorskip("triton.backends.nvidia")
     sms, shared, how = TARGETS[request.param]
+    how = how if request.config.getoption("--thorough") else "quick"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env.update(TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")), PYTHONPATH=str(ROOT))
     command = [sys.executable, str(ROOT / "tests/compile_kernels.py"), request.param, str(sms), how]
