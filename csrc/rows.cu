@@ -42,7 +42,7 @@ struct Rows {
 
     struct Tile {
         int rows[BM]; // a row; −1: none; −2 − row: one without the adapter
-        u32 slot, expert, rank, lora;
+        u32 rank, lora;
         float scaling;
     };
     struct Shared {
@@ -106,7 +106,7 @@ struct Rows {
             if (lane < BM) t.rows[lane] = f.row;
             const bool lora = f.slot < p.slots && (p.mode != EXPERTS || f.expert < p.experts);
             const u32 rank = lora ? p.ranks ? min((u32)max(p.ranks[f.slot], 0), p.rank) : p.rank : 0;
-            if (lane == 0) t.slot = f.slot, t.expert = f.expert, t.rank = rank, t.lora = lora, t.scaling = lora ? p.scalings[f.slot] : 0;
+            if (lane == 0) t.rank = rank, t.lora = lora, t.scaling = lora ? p.scalings[f.slot] : 0;
             if (item + gridDim.x < items) next = find(p, s, (item + gridDim.x) / p.groups, lane);
             group_sync(1, FEEDERS);
             if (lora) {
