@@ -32,13 +32,19 @@ struct Params {
 };
 
 #if CLUSTERS
-template <class E, u32 BM, u32 RP, u32 KS, u32 NS, u32 STAGES, u32 CL>
+// BM rows a tile; RP ranks, those of MG groups that have one x (its h for all of them comes from one pass); KS and NS columns a
+// stage. SPLIT warps share 16 rows: half of the ranks each (above 16), then half of the columns.
+template <class E, u32 BM, u32 RP, u32 KS, u32 NS, u32 STAGES, u32 CL, u32 SPLIT, u32 MG>
 struct Rows {
-    static constexpr u32 WARPS = BM / 16, THREADS = WARPS * 32 + FEEDERS, RING = STAGES + 2;
-    static constexpr u32 KP = KS + 8, RPP = RP + 8, NP = NS + 8; // padded rows: no two of eight in one bank
-    static constexpr u32 NT = RP / 8, KR = RP / 16;
+    static constexpr u32 BANDS = BM / 16, WARPS = BANDS * SPLIT, THREADS = WARPS * 32 + FEEDERS, RING = STAGES + 2;
+    static constexpr u32 RG = RP / MG;                           // ranks of a group
+    static constexpr u32 KP = KS + 8, RPP = RG + 8, NP = NS + 8; // padded rows: no two of eight in one bank
+    static constexpr bool PARTED = SPLIT > 1 && RP > 16;         // warps of a band sum their own ranks
+    static constexpr u32 NT = RP / 8, OWN = PARTED ? NT / SPLIT : NT, KR = RG / 16;
     static constexpr u32 K_STAGE = (BM + RP) * KP, N_STAGE = NS * RPP + BM * NP, STAGE = K_STAGE > N_STAGE ? K_STAGE : N_STAGE;
-    static_assert(KS % 128 == 0 && NS % 16 == 0 && FEEDERS % (KS / 8) == 0 && FEEDERS % (NS / 8) == 0 && BM <= FEEDERS);
+    static constexpr u32 SWAP = RP + 8; // floats of a row of h, for the other warps of its band
+    static_assert(KS % 128 == 0 && NS / SPLIT % 16 == 0 && FEEDERS % (KS / 8) == 0 && FEEDERS % (NS / 8) == 0 && BM <= FEEDERS);
+    static_assert(RG % 16 == 0 && OWN % 2 == 0 && (CL == 1 || MG == 1));
 
     struct Tile {
         int rows[BM]; // a row; −1: none; −2 − row: one without the adapter
@@ -48,6 +54,7 @@ struct Rows {
     struct Shared {
         __align__(128) u16 stages[STAGES][STAGE];
         Tile tiles[RING];
+        float swap[PARTED ? BM * SWAP : 1];
         u64 full[STAGES], empty[STAGES];
         int starts[MOST_SLOTS + 2];
         u32 firsts[MOST_SLOTS + 2]; // the number of tiles of the slots before
@@ -55,19 +62,18 @@ struct Rows {
     };
 
     struct Found {
-        int row;
+        int entry; // a row, as the ids or the plan say
+        bool there, own;
         u32 slot, expert;
     };
 
-    // This thread's row of a tile, and whose it is. Whatever a plan says: 0 ≤ row < p.rows.
+    // This thread's row of a tile, and whose it is; `row_of` looks at it, so that what is read here may still be on its way.
     static __device__ __forceinline__ Found find(const Params &p, const Shared &s, u32 tile, u32 lane) {
-        Found f = {-1, 0, 0};
+        Found f = {0, false, false, 0, 0};
         if (p.mode == SINGLE) {
             const u32 row = tile * BM + lane;
-            if (lane < BM && row < p.rows) {
-                const i64 id = p.flags & IDS64 ? ((const i64 *)p.ids)[row * p.ids_stride] : ((const int *)p.ids)[row * p.ids_stride];
-                f.row = id == 0 ? (int)row : -2 - (int)row;
-            }
+            f.there = lane < BM && row < p.rows;
+            if (f.there) f.entry = p.flags & IDS64 ? ((const i64 *)p.ids)[row * p.ids_stride] == 0 ? 0 : 1 : ((const int *)p.ids)[row * p.ids_stride];
             return f;
         }
         u32 first, end;
@@ -88,76 +94,96 @@ struct Rows {
             f.slot = pair < 0 ? p.slots : (u32)pair % (p.slots + 1);
             if (pair < 0) end = first;
         }
-        if (lane < BM && first + lane < end && first + lane < p.rows) {
-            const int row = p.plan[first + lane];
-            if (row >= 0 && (u32)row < p.rows) f.row = f.slot < p.slots && (p.mode == PLAN || f.expert < p.experts) ? row : -2 - row;
-        }
+        f.own = f.slot < p.slots && (p.mode == PLAN || f.expert < p.experts);
+        f.there = lane < BM && first + lane < end && first + lane < p.rows;
+        if (f.there) f.entry = p.plan[first + lane];
         return f;
     }
 
+    // As in Tile. Whatever a plan says: a row is below p.rows.
+    static __device__ __forceinline__ int row_of(const Params &p, const Found &f, u32 tile, u32 lane) {
+        const int row = p.mode == SINGLE ? (int)(tile * BM + lane) : f.entry;
+        const bool own = p.mode == SINGLE ? f.entry == 0 : f.own;
+        return !f.there || row < 0 || (u32)row >= p.rows ? -1 : own ? row : -2 - row;
+    }
+
     static __device__ __forceinline__ void feed(const Params &p, Shared &s, u32 items, u32 lane) {
+        // a thread copies the same columns of every DOWN-th row
+        constexpr u32 DOWN = FEEDERS / (KS / 8), N_DOWN = FEEDERS / (NS / 8), B_DOWN = FEEDERS / (RG / 8);
+        const u32 across = lane % (KS / 8) * 8, down = lane / (KS / 8);
+        const u32 n_across = lane % (NS / 8) * 8, n_down = lane / (NS / 8), r = lane % (RG / 8) * 8, b_down = lane / (RG / 8);
         u32 n = 0, i = 0;
-        Found next = blockIdx.x < items ? find(p, s, blockIdx.x / p.groups, lane) : Found{-1, 0, 0};
+        Found next = {0, false, false, 0, 0};
+        if (blockIdx.x < items) next = find(p, s, blockIdx.x / (p.groups / MG), lane);
 #pragma unroll 1
         for (u32 item = blockIdx.x; item < items; item += gridDim.x, ++i) {
             Tile &t = s.tiles[i % RING];
             const Found f = next;
-            const u32 g = item % p.groups;
-            if (lane < BM) t.rows[lane] = f.row;
-            const bool lora = f.slot < p.slots && (p.mode != EXPERTS || f.expert < p.experts);
+            const u32 g = item % (p.groups / MG) * MG;
+            if (lane < BM) t.rows[lane] = row_of(p, f, item / (p.groups / MG), lane);
+            const bool lora = p.mode == SINGLE || f.own;
             const u32 rank = lora ? p.ranks ? min((u32)max(p.ranks[f.slot], 0), p.rank) : p.rank : 0;
             if (lane == 0) t.rank = rank, t.lora = lora, t.scaling = lora ? p.scalings[f.slot] : 0;
-            if (item + gridDim.x < items) next = find(p, s, (item + gridDim.x) / p.groups, lane);
+            if (item + gridDim.x < items) next = find(p, s, (item + gridDim.x) / (p.groups / MG), lane);
             group_sync(1, FEEDERS);
             if (lora) {
-                const u32 across = lane % (KS / 8) * 8, down = lane / (KS / 8);
-                constexpr u32 DOWN = FEEDERS / (KS / 8);
+                const u16 *x[BM / DOWN]; // null: nothing is read of this row, it is zeros
+#pragma unroll
+                for (u32 j = 0; j < BM / DOWN; ++j) {
+                    const int row = t.rows[down + j * DOWN];
+                    x[j] = row >= 0 ? p.x + row / p.x_rows * p.x_t + g * p.x_g + across : nullptr;
+                }
                 const u16 *a = p.a + f.slot * p.a_l + f.expert * p.a_e + g * p.a_g;
 #pragma unroll 1
                 for (u32 k0 = 0; k0 < p.features; k0 += KS, ++n) {
-                    u16 *stage = s.stages[n % STAGES];
-                    const u32 k = k0 + across, valid = p.features > k ? 2 * min(p.features - k, 8u) : 0;
+                    const u32 x_to = shared_address(s.stages[n % STAGES] + down * KP + across);
+                    const u32 valid = p.features > k0 + across ? 2 * min(p.features - k0 - across, 8u) : 0;
                     barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
 #pragma unroll
-                    for (u32 row = down; row < BM; row += DOWN) {
-                        const int from = t.rows[row];
-                        if (from >= 0)
-                            copy16(shared_address(stage + row * KP + across), valid ? p.x + from / p.x_rows * p.x_t + g * p.x_g + k : p.x,
-                                   valid);
-                    }
+                    for (u32 j = 0; j < BM / DOWN; ++j)
+                        copy16(x_to + j * DOWN * KP * 2, x[j] && valid ? x[j] + k0 : p.x, x[j] ? valid : 0);
                     if constexpr (CL > 1) {
-                        const u32 r = blockIdx.x % CL * (RP / CL) + lane; // features are whole stages
-                        if (lane < RP / CL && r < rank)
-                            copy_to_cluster(shared_address(stage + (BM + r) * KP), a + r * p.a_r + k0, 2 * KS,
+                        const u32 row = blockIdx.x % CL * (RP / CL) + lane; // features are whole stages
+                        if (lane < RP / CL && row < rank)
+                            copy_to_cluster(shared_address(s.stages[n % STAGES] + (BM + row) * KP), a + row * p.a_r + k0, 2 * KS,
                                             shared_address(&s.full[n % STAGES]), CL);
                     } else {
 #pragma unroll
-                        for (u32 r = down; r < RP; r += DOWN)
-                            if (r < rank) copy16(shared_address(stage + (BM + r) * KP + across), valid ? a + r * p.a_r + k : a, valid);
+                        for (u32 j = 0; j < RP / DOWN; ++j)
+                            if (const u32 row = down + j * DOWN, r_of = row % RG; r_of < rank)
+                                copy16(x_to + (BM + j * DOWN) * KP * 2, valid ? a + row / RG * p.a_g + r_of * p.a_r + k0 + across : a, valid);
                     }
                     fed(s, n, lane, CL > 1 ? rank * KS * 2 : 0);
                 }
             }
-            const u32 r = lane % (RP / 8) * 8, across = lane % (NS / 8) * 8;
             const u32 valid = rank > r ? 2 * min(rank - r, 8u) : 0, rank16 = (rank + 15) / 16 * 16;
-            const u16 *b = p.b + f.slot * p.b_l + f.expert * p.b_e + g * p.b_g;
 #pragma unroll 1
-            for (u32 n0 = 0; n0 < p.columns; n0 += NS, ++n) {
-                u16 *stage = s.stages[n % STAGES], *bases = stage + NS * RPP;
-                barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
-                if (r < rank16)
+            for (u32 m = 0; m < MG; ++m) {
+                const u16 *b = p.b + f.slot * p.b_l + f.expert * p.b_e + (g + m) * p.b_g + (valid ? r : 0);
+                const u16 *base[BM / N_DOWN]; // null: nothing is read of this row
 #pragma unroll
-                    for (u32 c = lane / (RP / 8); c < NS; c += FEEDERS / (RP / 8))
-                        if (n0 + c < p.columns) copy16(shared_address(stage + c * RPP + r), valid ? b + (n0 + c) * p.b_n + r : b, valid);
-                if (p.base && n0 + across < p.columns)
+                for (u32 j = 0; j < BM / N_DOWN; ++j) {
+                    const int row = t.rows[n_down + j * N_DOWN];
+                    const bool read = p.base && (row >= 0 || (row < -1 && (p.flags & COPY)));
+                    base[j] = read ? p.base + (row >= 0 ? row : -2 - row) * p.p_t + (g + m) * p.p_g + n_across : nullptr;
+                }
+#pragma unroll 1
+                for (u32 n0 = 0; n0 < p.columns; n0 += NS, ++n) {
+                    const u16 *stage = s.stages[n % STAGES];
+                    const u32 b_to = shared_address(stage + b_down * RPP + r),
+                              base_to = shared_address(stage + NS * RPP + n_down * NP + n_across);
+                    barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
+                    if (r < rank16)
 #pragma unroll
-                    for (u32 row = lane / (NS / 8); row < BM; row += FEEDERS / (NS / 8)) {
-                        const int from = t.rows[row];
-                        if (from >= 0 || (from < -1 && (p.flags & COPY)))
-                            copy16(shared_address(bases + row * NP + across),
-                                   p.base + (from >= 0 ? from : -2 - from) * p.p_t + g * p.p_g + n0 + across, 16);
-                    }
-                fed(s, n, lane, 0);
+                        for (u32 j = 0; j < (NS + B_DOWN - 1) / B_DOWN; ++j)
+                            if (const u32 c = b_down + j * B_DOWN; c < NS && n0 + c < p.columns)
+                                copy16(b_to + j * B_DOWN * RPP * 2, b + (n0 + c) * p.b_n, valid);
+                    if (n0 + n_across < p.columns)
+#pragma unroll
+                        for (u32 j = 0; j < BM / N_DOWN; ++j)
+                            if (base[j]) copy16(base_to + j * N_DOWN * NP * 2, base[j] + n0, 16);
+                    fed(s, n, lane, 0);
+                }
             }
         }
         copies_wait<0>();
@@ -187,78 +213,52 @@ struct Rows {
             }
             ++n;
         };
+        const u32 band = warp % BANDS, side = warp / BANDS; // of the rows; of the ranks and columns
         // where the four 8 × 8 matrices of an operand lie: [16 rows][16 columns] of x, [2 × 8 rows][16 columns] of A and B
-        const u32 first_at = (warp * 16 + lane % 16), first_column = lane / 16 * 8, second_at = lane % 8 + lane / 16 * 8,
+        const u32 first_at = band * 16 + lane % 16, first_column = lane / 16 * 8, second_at = lane % 8 + lane / 16 * 8,
                   second_column = lane / 8 % 2 * 8;
 #pragma unroll 1
         for (u32 item = blockIdx.x; item < items; item += gridDim.x, ++i) {
             await();
             const Tile &t = s.tiles[i % RING];
-            const u32 g = item % p.groups, rank = t.rank;
+            const u32 g = item % (p.groups / MG) * MG, rank = t.rank;
             const bool lora = t.lora;
-            const int rows[2] = {t.rows[warp * 16 + quad], t.rows[warp * 16 + quad + 8]};
-            u32 high[KR][4], low[KR][4];
-            float scale[2] = {1, 1}, factor[2] = {t.scaling, t.scaling};
+            const int rows[2] = {t.rows[band * 16 + quad], t.rows[band * 16 + quad + 8]};
+            u32 high[MG * KR][4], low[MG * KR][4];
+            float scale[MG][2], weight[2] = {1, 1};
             if (p.weights)
 #pragma unroll
-                for (u32 half = 0; half < 2; ++half) factor[half] *= rows[half] >= 0 ? p.weights[rows[half] * p.w_t] : 0.0f;
+                for (u32 half = 0; half < 2; ++half) weight[half] = rows[half] >= 0 ? p.weights[rows[half] * p.w_t] : 0.0f;
             if (lora) {
-                float acc[NT][4] = {}, part[NT][4] = {}, h[NT][4] = {};
-                auto add = [&](float (&to)[NT][4], float (&from)[NT][4]) {
+                float h[NT][4];
+                sum(p, s, n, first_at * KP + first_column, (BM + (PARTED ? side * OWN * 8 : 0) + second_at) * KP + second_column, band, side, h,
+                    await, release);
 #pragma unroll
-                    for (u32 j = 0; j < NT; ++j)
+                for (u32 m = 0; m < MG; ++m) {
+                    float most[2] = {0, 0};
 #pragma unroll
-                        for (u32 e = 0; e < 4; ++e) to[j][e] += from[j][e], from[j][e] = 0;
-                };
-                u32 done = 0;
-#pragma unroll 1
-                for (u32 k0 = 0; k0 < p.features; k0 += KS) {
-                    if (k0) await();
-                    const u16 *stage = s.stages[n % STAGES];
-                    const u32 x_at = shared_address(stage + first_at * KP + first_column),
-                              a_at = shared_address(stage + (BM + second_at) * KP + second_column);
+                    for (u32 j = 0; j < RG / 8; ++j)
 #pragma unroll
-                    for (u32 k = 0; k < KS; k += 16) {
-                        u32 xv[4], av[4];
-                        load_matrix4(xv, x_at + k * 2);
-#pragma unroll
-                        for (u32 j = 0; j < NT; j += 2) {
-                            load_matrix4(av, a_at + (j * 8 * KP + k) * 2);
-                            E::mma(acc[j], xv, av[0], av[1]);
-                            E::mma(acc[j + 1], xv, av[2], av[3]);
+                        for (u32 e = 0; e < 4; ++e) {
+                            float &v = h[m * (RG / 8) + j][e];
+                            if (j * 8 + pair + e % 2 >= rank || rows[e / 2] < 0) v = 0;
+                            most[e / 2] = fmaxf(most[e / 2], fabsf(v));
                         }
-                        if (k % 128 == 112) {
-                            done += 128;
-                            if (done % p.piece == 0) add(part, acc);
-                            if (done % p.chunk == 0) add(h, part);
+                    if constexpr (E::SCALED) {
+#pragma unroll
+                        for (u32 half = 0; half < 2; ++half) {
+#pragma unroll
+                            for (u32 d = 1; d < 4; d *= 2) most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], d));
+                            const u32 exponent = min(max((__float_as_uint(most[half]) >> 23) & 255, 1u), 253u);
+                            const float down = __uint_as_float((254 - exponent) << 23);
+                            scale[m][half] = __uint_as_float(exponent << 23);
+#pragma unroll
+                            for (u32 j = m * (RG / 8); j < (m + 1) * (RG / 8); ++j) h[j][2 * half] *= down, h[j][2 * half + 1] *= down;
                         }
-                    }
-                    release();
-                }
-                if (done % p.piece) add(part, acc);
-                if (done % p.chunk) add(h, part);
-                float most[2] = {0, 0};
-#pragma unroll
-                for (u32 j = 0; j < NT; ++j)
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) {
-                        if (j * 8 + pair + e % 2 >= rank || rows[e / 2] < 0) h[j][e] = 0;
-                        most[e / 2] = fmaxf(most[e / 2], fabsf(h[j][e]));
-                    }
-                if constexpr (E::SCALED) {
-#pragma unroll
-                    for (u32 half = 0; half < 2; ++half) {
-#pragma unroll
-                        for (u32 d = 1; d < 4; d *= 2) most[half] = fmaxf(most[half], __shfl_xor_sync(~0u, most[half], d));
-                        const u32 exponent = min(max((__float_as_uint(most[half]) >> 23) & 255, 1u), 253u);
-                        const float down = __uint_as_float((254 - exponent) << 23);
-                        scale[half] = __uint_as_float(exponent << 23);
-#pragma unroll
-                        for (u32 j = 0; j < NT; ++j) h[j][2 * half] *= down, h[j][2 * half + 1] *= down;
                     }
                 }
 #pragma unroll
-                for (u32 k = 0; k < KR; ++k)
+                for (u32 k = 0; k < MG * KR; ++k)
 #pragma unroll
                     for (u32 q = 0; q < 4; ++q) {
                         u32 top[2], rest[2];
@@ -272,57 +272,121 @@ struct Rows {
                         high[k][q] = top[0] | top[1] << 16, low[k][q] = rest[0] | rest[1] << 16;
                     }
             }
+            const float factor[2] = {t.scaling * weight[0], t.scaling * weight[1]};
+#pragma unroll
+            for (u32 m = 0; m < MG; ++m) {
 #pragma unroll 1
-            for (u32 n0 = 0; n0 < p.columns; n0 += NS) {
-                if (n0 || lora) await();
-                u16 *stage = s.stages[n % STAGES], *bases = stage + NS * RPP + warp * 16 * NP;
-                const u32 b_at = shared_address(stage + second_at * RPP + second_column);
+                for (u32 n0 = 0; n0 < p.columns; n0 += NS) {
+                    if (m || n0 || lora) await();
+                    u16 *stage = s.stages[n % STAGES], *bases = stage + NS * RPP + band * 16 * NP;
+                    const u32 b_at = shared_address(stage + second_at * RPP + second_column);
 #pragma unroll 2
-                for (u32 c = 0; c < NS; c += 16) {
-                    float y[2][4] = {};
-                    if (lora) {
-                        u32 bv[KR][4];
+                    for (u32 c = side * (NS / SPLIT); c < (side + 1) * (NS / SPLIT); c += 16) {
+                        float y[2][4] = {};
+                        if (lora) {
+                            u32 bv[KR][4];
 #pragma unroll
-                        for (u32 k = 0; k < KR; ++k)
-                            if (k * 16 < rank) load_matrix4(bv[k], b_at + (c * RPP + k * 16) * 2);
+                            for (u32 k = 0; k < KR; ++k)
+                                if (k * 16 < rank) load_matrix4(bv[k], b_at + (c * RPP + k * 16) * 2);
 #pragma unroll
-                        for (u32 k = 0; k < KR; ++k)
-                            if (k * 16 < rank) E::mma(y[0], high[k], bv[k][0], bv[k][1]), E::mma(y[1], high[k], bv[k][2], bv[k][3]);
+                            for (u32 k = 0; k < KR; ++k)
+                                if (k * 16 < rank)
+                                    E::mma(y[0], high[m * KR + k], bv[k][0], bv[k][1]), E::mma(y[1], high[m * KR + k], bv[k][2], bv[k][3]);
 #pragma unroll
-                        for (u32 k = 0; k < KR; ++k)
-                            if (k * 16 < rank) E::mma(y[0], low[k], bv[k][0], bv[k][1]), E::mma(y[1], low[k], bv[k][2], bv[k][3]);
-                    }
-#pragma unroll
-                    for (u32 j = 0; j < 2; ++j)
-#pragma unroll
-                        for (u32 half = 0; half < 2; ++half) {
-                            u32 *at = (u32 *)(bases + (quad + half * 8) * NP + c + j * 8 + pair);
-                            const u32 was = p.base ? *at : 0;
-                            u32 now = 0;
-#pragma unroll
-                            for (u32 e = 0; e < 2; ++e) {
-                                const float v = E::SCALED ? y[j][2 * half + e] * scale[half] : y[j][2 * half + e];
-                                const float delta = rows[half] >= 0 ? v * factor[half] : 0.0f;
-                                const u16 kept = was >> 16 * e;
-                                const u32 is = !p.base         ? E::round(delta)
-                                               : delta == 0.0f ? kept
-                                                               : E::round(fmaf(v, factor[half], E::widen(kept)));
-                                now |= (is & 0xffff) << 16 * e;
-                            }
-                            *at = now;
+                            for (u32 k = 0; k < KR; ++k)
+                                if (k * 16 < rank)
+                                    E::mma(y[0], low[m * KR + k], bv[k][0], bv[k][1]), E::mma(y[1], low[m * KR + k], bv[k][2], bv[k][3]);
                         }
-                }
-                __syncwarp();
 #pragma unroll
-                for (u32 q = lane; q < 16 * NS / 8; q += 32) {
-                    const u32 row = q / (NS / 8), c = q % (NS / 8) * 8;
-                    const int code = t.rows[warp * 16 + row];
-                    if (n0 + c < p.columns && (code >= 0 || (code < -1 && (p.flags & COPY))))
-                        *(uint4 *)(p.out + (code >= 0 ? code : -2 - code) * p.o_t + g * p.o_g + n0 + c) =
-                            *(const uint4 *)(bases + row * NP + c);
+                        for (u32 j = 0; j < 2; ++j)
+#pragma unroll
+                            for (u32 half = 0; half < 2; ++half) {
+                                u32 *at = (u32 *)(bases + (quad + half * 8) * NP + c + j * 8 + pair);
+                                const u32 was = p.base ? *at : 0;
+                                u32 now = 0;
+#pragma unroll
+                                for (u32 e = 0; e < 2; ++e) {
+                                    const float v = E::SCALED ? y[j][2 * half + e] * scale[m][half] : y[j][2 * half + e];
+                                    const float delta = rows[half] >= 0 ? v * factor[half] : 0.0f;
+                                    const u16 kept = was >> 16 * e;
+                                    const u32 is = !p.base         ? E::round(delta)
+                                                   : delta == 0.0f ? kept
+                                                                   : E::round(fmaf(v, factor[half], E::widen(kept)));
+                                    now |= (is & 0xffff) << 16 * e;
+                                }
+                                *at = now;
+                            }
+                    }
+                    __syncwarp();
+                    constexpr u32 VECTORS = NS / SPLIT / 8; // of a row
+#pragma unroll
+                    for (u32 q = lane; q < 16 * VECTORS; q += 32) {
+                        const u32 row = q / VECTORS, c = side * (NS / SPLIT) + q % VECTORS * 8;
+                        const int code = t.rows[band * 16 + row];
+                        if (n0 + c < p.columns && (code >= 0 || (code < -1 && (p.flags & COPY))))
+                            *(uint4 *)(p.out + (code >= 0 ? code : -2 - code) * p.o_t + (g + m) * p.o_g + n0 + c) =
+                                *(const uint4 *)(bases + row * NP + c);
+                    }
+                    release();
                 }
-                release();
             }
+        }
+    }
+
+    // h of 16 rows, whole in each of the band's warps: pieces of D make chunks, chunks make h.
+    template <class Await, class Release>
+    static __device__ __forceinline__ void sum(const Params &p, Shared &s, const u32 &n, u32 x_at, u32 a_at, u32 band, u32 side,
+                                               float (&h)[NT][4], Await &await, Release &release) {
+        float acc[OWN][4] = {}, part[OWN][4] = {}, own[OWN][4] = {};
+        auto add = [&](float (&to)[OWN][4], float (&from)[OWN][4]) {
+#pragma unroll
+            for (u32 j = 0; j < OWN; ++j)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) to[j][e] += from[j][e], from[j][e] = 0;
+        };
+        u32 done = 0;
+#pragma unroll 1
+        for (u32 k0 = 0; k0 < p.features; k0 += KS) {
+            if (k0) await();
+            const u32 stage = shared_address(s.stages[n % STAGES]);
+#pragma unroll
+            for (u32 k = 0; k < KS; k += 16) {
+                u32 xv[4], av[4];
+                load_matrix4(xv, stage + (x_at + k) * 2);
+#pragma unroll
+                for (u32 j = 0; j < OWN; j += 2) {
+                    load_matrix4(av, stage + (a_at + j * 8 * KP + k) * 2);
+                    E::mma(acc[j], xv, av[0], av[1]);
+                    E::mma(acc[j + 1], xv, av[2], av[3]);
+                }
+                if (k % 128 == 112) {
+                    done += 128;
+                    if (done % p.piece == 0) add(part, acc);
+                    if (done % p.chunk == 0) add(own, part);
+                }
+            }
+            release();
+        }
+        if (done % p.piece) add(part, acc);
+        if (done % p.chunk) add(own, part);
+        if constexpr (PARTED) {
+            const u32 quad = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+            float *rows = s.swap + (band * 16 + quad) * SWAP + pair;
+#pragma unroll
+            for (u32 j = 0; j < OWN; ++j)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) rows[e / 2 * 8 * SWAP + (side * OWN + j) * 8 + e % 2] = own[j][e];
+            group_sync(2 + band, SPLIT * 32);
+#pragma unroll
+            for (u32 j = 0; j < NT; ++j)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) h[j][e] = rows[e / 2 * 8 * SWAP + j * 8 + e % 2];
+            group_sync(2 + band, SPLIT * 32); // all have read before the next tile's h is written
+        } else {
+#pragma unroll
+            for (u32 j = 0; j < NT; ++j)
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) h[j][e] = own[j][e];
         }
     }
 
@@ -367,7 +431,7 @@ struct Rows {
                 p.mode == SINGLE ? (p.rows + BM - 1) / BM : min((u32)max(p.plan[p.rows + p.experts], 0), p.room) * (p.tile_rows / BM);
         __syncthreads();
         if constexpr (CL > 1) cluster_wait();  // the barriers of all blocks are set up
-        const u32 items = s.tiles_there * p.groups;
+        const u32 items = s.tiles_there * (p.groups / MG);
         if (t < WARPS * 32)
             compute(p, s, items, t / 32, t % 32);
         else
@@ -382,25 +446,32 @@ struct Rows {
 
 #define CLUSTER_1
 #define CLUSTER_4 __cluster_dims__(4, 1, 1)
-// rows_<type>_<rows>_<ranks>_<columns of D a stage>_<columns of N>_<stages>_<cluster>, and shared_<the same>: its bytes of shared memory
-#define ROWS(E, BM, RP, KS, NS, STAGES, CL)                                                        \
-    extern "C" __global__ void CLUSTER_##CL __launch_bounds__(BM * 2 + FEEDERS, 1)                 \
-        rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES##_##CL(const __grid_constant__ Params p) { \
-        Rows<E, BM, RP, KS, NS, STAGES, CL>::run(p);                                               \
-    }                                                                                              \
-    extern "C" __device__ const int shared_rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES##_##CL = \
-        sizeof(Rows<E, BM, RP, KS, NS, STAGES, CL>::Shared);
+// rows_<type>_<rows>_<ranks>_<columns of D a stage>_<columns of N>_<stages>_<cluster>_<split>_<merged groups>, and shared_<the same>: its
+// bytes of shared memory
+#define ROWS(E, BM, RP, KS, NS, STAGES, CL, SPLIT, MG)                                                           \
+    extern "C" __global__ void CLUSTER_##CL __launch_bounds__(BM * 2 * SPLIT + FEEDERS, 1)                       \
+        rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES##_##CL##_##SPLIT##_##MG(const __grid_constant__ Params p) { \
+        Rows<E, BM, RP, KS, NS, STAGES, CL, SPLIT, MG>::run(p);                                                  \
+    }                                                                                                            \
+    extern "C" __device__ const int shared_rows_##E##_##BM##_##RP##_##KS##_##NS##_##STAGES##_##CL##_##SPLIT##_##MG = \
+        sizeof(Rows<E, BM, RP, KS, NS, STAGES, CL, SPLIT, MG>::Shared);
 
 // As launch.ROWS_KERNELS.
-#define ALL(E)                       \
-    ROWS(E, 32, 16, 256, 256, 5, 1)  \
-    ROWS(E, 64, 16, 256, 256, 4, 1)  \
-    ROWS(E, 64, 32, 128, 128, 6, 1)  \
-    ROWS(E, 64, 64, 128, 128, 5, 1)  \
-    ROWS(E, 128, 16, 128, 128, 4, 1) \
-    ROWS(E, 128, 64, 128, 128, 3, 1) \
-    ROWS(E, 32, 64, 128, 128, 7, 4)  \
-    ROWS(E, 64, 64, 128, 128, 5, 4)
+#define ALL(E)                             \
+    ROWS(E, 32, 16, 256, 256, 5, 1, 2, 1)  \
+    ROWS(E, 64, 16, 256, 256, 4, 1, 1, 1)  \
+    ROWS(E, 64, 16, 256, 256, 4, 1, 2, 1)  \
+    ROWS(E, 128, 16, 128, 128, 4, 1, 1, 1) \
+    ROWS(E, 64, 32, 128, 128, 7, 1, 1, 1)  \
+    ROWS(E, 64, 32, 128, 128, 6, 1, 2, 1)  \
+    ROWS(E, 128, 32, 128, 128, 4, 1, 1, 1) \
+    ROWS(E, 64, 64, 128, 128, 5, 1, 2, 1)  \
+    ROWS(E, 128, 64, 128, 128, 3, 1, 1, 1) \
+    ROWS(E, 32, 64, 128, 128, 7, 4, 1, 1)  \
+    ROWS(E, 32, 64, 128, 128, 7, 4, 2, 1)  \
+    ROWS(E, 64, 64, 128, 128, 5, 4, 2, 1)  \
+    ROWS(E, 64, 64, 128, 128, 5, 1, 2, 2)  \
+    ROWS(E, 128, 64, 128, 128, 3, 1, 1, 2)
 ALL(bf16)
 ALL(fp16)
 #endif

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .launch import (
     RowsConfig,
+    RowsKernel,
     cdiv,
     chunk_of,
     chunks_of,
@@ -332,12 +333,13 @@ def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
 
 
 def rows(p: ExpertProblem, kernel: tuple) -> RowsConfig | None:
-    """csrc/rows.cu, or None where it would compute something else, or the plan has lower tiles; not chosen by itself yet."""
+    """csrc/rows.cu, or None where it would compute something else, or the plan has lower tiles."""
+    kernel = RowsKernel(*kernel)
     tile_rows = plan_rows(p.routes, p.experts, p.slots)
-    if not needs_plan(p.routes) or tile_rows % kernel[0] or kernel[5] > 1:
+    if not needs_plan(p.routes) or tile_rows % kernel.rows or kernel.cluster > 1:
         return None
-    items = plan_tiles(p.routes, p.experts, p.slots) * (tile_rows // kernel[0]) * p.groups
-    return rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, items, tile_rows)
+    tiles = plan_tiles(p.routes, p.experts, p.slots) * (tile_rows // kernel.rows)
+    return rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, p.groups, tiles, tile_rows)
 
 
 def delta(p: ExpertProblem) -> ExpertDeltaConfig:

@@ -130,7 +130,7 @@ def cudas(p: launch.Problem) -> list[dict]:
 def many_rows(p: launch.Problem) -> list[dict]:
     """csrc/rows.cu, whose tiles have 32 rows and more."""
     kernels = launch.ROWS_KERNELS if p.tokens >= 256 else ()
-    fitting = [list(k) for k in kernels if k[1] == max(16, launch.power_of_2(p.rank)) and k[0] <= 2 * p.rows_per_slot]
+    fitting = [list(k) for k in kernels if k.ranks == max(16, launch.power_of_2(p.rank)) and k.rows <= 2 * p.rows_per_slot]
     return [dict(kernel=k) for k in fitting if launch.rows(p, k) is not None]
 
 
