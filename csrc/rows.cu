@@ -12,7 +12,7 @@
 #include "tile.cuh"
 
 static constexpr u32 FEEDERS = 128;
-static constexpr u32 SINGLE = 0, PLAN = 1, EXPERTS = 2; // one slot; rows by slot; tiles of (expert, slot) pairs
+static constexpr u32 SINGLE = 0, PLAN = 1; // one slot; rows by slot; tiles of (expert, slot) pairs
 static constexpr u32 IDS64 = 1, COPY = 2;               // as in ops/rows_cuda.py
 static constexpr u32 MOST_SLOTS = 1024;
 
@@ -51,9 +51,13 @@ struct Rows {
         u32 rank, lora;
         float scaling;
     };
+    struct From { // where a tile's rows of x and base begin, in elements; −1: nothing is read of that row
+        i64 x[BM], base[BM];
+    };
     struct Shared {
         __align__(128) u16 stages[STAGES][STAGE];
         Tile tiles[RING];
+        From from[2];
         float swap[PARTED ? BM * SWAP : 1];
         u64 full[STAGES], empty[STAGES];
         int starts[MOST_SLOTS + 2];
@@ -107,81 +111,123 @@ struct Rows {
         return !f.there || row < 0 || (u32)row >= p.rows ? -1 : own ? row : -2 - row;
     }
 
+    // A thread copies the same 16 bytes of every DOWN-th row. A row of x or A that is not copied leaves what is there: it reaches
+    // no other row of h, and no other rank.
     static __device__ __forceinline__ void feed(const Params &p, Shared &s, u32 items, u32 lane) {
-        // a thread copies the same columns of every DOWN-th row
         constexpr u32 DOWN = FEEDERS / (KS / 8), N_DOWN = FEEDERS / (NS / 8), B_DOWN = FEEDERS / (RG / 8);
+        constexpr u32 X_EACH = BM / DOWN, A_EACH = RP / DOWN, BASE_EACH = BM / N_DOWN, B_EACH = (NS + B_DOWN - 1) / B_DOWN;
+        static_assert(RG % DOWN == 0 && (NS % B_DOWN == 0 || NS < B_DOWN) && X_EACH <= 32 && BASE_EACH <= 32);
         const u32 across = lane % (KS / 8) * 8, down = lane / (KS / 8);
         const u32 n_across = lane % (NS / 8) * 8, n_down = lane / (NS / 8), r = lane % (RG / 8) * 8, b_down = lane / (RG / 8);
         u32 n = 0, i = 0;
         Found next = {0, false, false, 0, 0};
         if (blockIdx.x < items) next = find(p, s, blockIdx.x / (p.groups / MG), lane);
+        auto stage = [&] { return shared_address(s.stages[n % STAGES]); };
+        auto free = [&] { barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1); };
 #pragma unroll 1
         for (u32 item = blockIdx.x; item < items; item += gridDim.x, ++i) {
             Tile &t = s.tiles[i % RING];
+            From &from = s.from[i % 2]; // the one before may still be read
             const Found f = next;
             const u32 g = item % (p.groups / MG) * MG;
-            if (lane < BM) t.rows[lane] = row_of(p, f, item / (p.groups / MG), lane);
+            if (lane < BM) {
+                const int code = row_of(p, f, item / (p.groups / MG), lane), row = code >= 0 ? code : -2 - code;
+                t.rows[lane] = code;
+                from.x[lane] = code >= 0 ? (u32)row / p.x_rows * p.x_t + g * p.x_g : -1;
+                from.base[lane] = p.base && (code >= 0 || (code < -1 && (p.flags & COPY))) ? row * p.p_t + g * p.p_g : -1;
+            }
             const bool lora = p.mode == SINGLE || f.own;
             const u32 rank = lora ? p.ranks ? min((u32)max(p.ranks[f.slot], 0), p.rank) : p.rank : 0;
             if (lane == 0) t.rank = rank, t.lora = lora, t.scaling = lora ? p.scalings[f.slot] : 0;
             if (item + gridDim.x < items) next = find(p, s, (item + gridDim.x) / (p.groups / MG), lane);
             group_sync(1, FEEDERS);
             if (lora) {
-                const u16 *x[BM / DOWN]; // null: nothing is read of this row, it is zeros
+                const u16 *x[X_EACH], *a[A_EACH];
+                u32 x_there = 0, a_there = 0;
 #pragma unroll
-                for (u32 j = 0; j < BM / DOWN; ++j) {
-                    const int row = t.rows[down + j * DOWN];
-                    x[j] = row >= 0 ? p.x + row / p.x_rows * p.x_t + g * p.x_g + across : nullptr;
+                for (u32 j = 0; j < X_EACH; ++j) {
+                    const i64 at = from.x[down + j * DOWN];
+                    x[j] = p.x + at + across, x_there |= (at >= 0) << j;
+                    keep(x[j]);
                 }
-                const u16 *a = p.a + f.slot * p.a_l + f.expert * p.a_e + g * p.a_g;
-#pragma unroll 1
-                for (u32 k0 = 0; k0 < p.features; k0 += KS, ++n) {
-                    const u32 x_to = shared_address(s.stages[n % STAGES] + down * KP + across);
-                    const u32 valid = p.features > k0 + across ? 2 * min(p.features - k0 - across, 8u) : 0;
-                    barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
 #pragma unroll
-                    for (u32 j = 0; j < BM / DOWN; ++j)
-                        copy16(x_to + j * DOWN * KP * 2, x[j] && valid ? x[j] + k0 : p.x, x[j] ? valid : 0);
+                for (u32 j = 0; j < A_EACH; ++j) {
+                    const u32 m = j * DOWN / RG, row = down + j * DOWN % RG;
+                    a[j] = p.a + f.slot * p.a_l + f.expert * p.a_e + (g + m) * p.a_g + row * p.a_r + across, a_there |= (row < rank) << j;
+                    keep(a[j]);
+                }
+                auto fetch_a = [&](u32 k0) {
+                    const u32 row = blockIdx.x % CL * (RP / CL) + lane; // features are whole stages
+                    if (lane < RP / CL && row < rank)
+                        copy_to_cluster(stage() + (BM + row) * KP * 2, p.a + f.slot * p.a_l + g * p.a_g + row * p.a_r + k0, 2 * KS,
+                                        shared_address(&s.full[n % STAGES]), CL);
+                };
+                u32 k0 = 0;
+#pragma unroll 1
+                for (; k0 + KS <= p.features; k0 += KS, ++n) {
+                    const u32 to = stage() + (down * KP + across) * 2;
+                    free();
+#pragma unroll
+                    for (u32 j = 0; j < X_EACH; ++j)
+                        if (x_there >> j & 1) copy16(to + j * DOWN * KP * 2, x[j] + k0);
                     if constexpr (CL > 1) {
-                        const u32 row = blockIdx.x % CL * (RP / CL) + lane; // features are whole stages
-                        if (lane < RP / CL && row < rank)
-                            copy_to_cluster(shared_address(s.stages[n % STAGES] + (BM + row) * KP), a + row * p.a_r + k0, 2 * KS,
-                                            shared_address(&s.full[n % STAGES]), CL);
+                        fetch_a(k0);
                     } else {
 #pragma unroll
-                        for (u32 j = 0; j < RP / DOWN; ++j)
-                            if (const u32 row = down + j * DOWN, r_of = row % RG; r_of < rank)
-                                copy16(x_to + (BM + j * DOWN) * KP * 2, valid ? a + row / RG * p.a_g + r_of * p.a_r + k0 + across : a, valid);
+                        for (u32 j = 0; j < A_EACH; ++j)
+                            if (a_there >> j & 1) copy16(to + (BM + j * DOWN) * KP * 2, a[j] + k0);
                     }
                     fed(s, n, lane, CL > 1 ? rank * KS * 2 : 0);
                 }
+                if (k0 < p.features) { // the last columns, zeros behind them
+                    const u32 to = stage() + (down * KP + across) * 2, valid = p.features > k0 + across ? 2 * min(p.features - k0 - across, 8u) : 0;
+                    free();
+#pragma unroll
+                    for (u32 j = 0; j < X_EACH; ++j)
+                        if (x_there >> j & 1) copy16(to + j * DOWN * KP * 2, valid ? x[j] + k0 : p.x, valid);
+#pragma unroll
+                    for (u32 j = 0; j < A_EACH; ++j)
+                        if (a_there >> j & 1) copy16(to + (BM + j * DOWN) * KP * 2, valid ? a[j] + k0 : p.a, valid);
+                    fed(s, n, lane, 0);
+                    ++n;
+                }
             }
-            const u32 valid = rank > r ? 2 * min(rank - r, 8u) : 0, rank16 = (rank + 15) / 16 * 16;
+            const u32 valid = rank > r ? 2 * min(rank - r, 8u) : 0;
+            const bool b_there = r < (rank + 15) / 16 * 16;
+            const i64 b_step = B_DOWN * p.b_n;
 #pragma unroll 1
             for (u32 m = 0; m < MG; ++m) {
-                const u16 *b = p.b + f.slot * p.b_l + f.expert * p.b_e + (g + m) * p.b_g + (valid ? r : 0);
-                const u16 *base[BM / N_DOWN]; // null: nothing is read of this row
+                const u16 *b = p.b + f.slot * p.b_l + f.expert * p.b_e + (g + m) * p.b_g + b_down * p.b_n + (valid ? r : 0);
+                const u16 *base[BASE_EACH];
+                u32 base_there = 0;
 #pragma unroll
-                for (u32 j = 0; j < BM / N_DOWN; ++j) {
-                    const int row = t.rows[n_down + j * N_DOWN];
-                    const bool read = p.base && (row >= 0 || (row < -1 && (p.flags & COPY)));
-                    base[j] = read ? p.base + (row >= 0 ? row : -2 - row) * p.p_t + (g + m) * p.p_g + n_across : nullptr;
+                for (u32 j = 0; j < BASE_EACH; ++j) {
+                    const i64 at = from.base[n_down + j * N_DOWN];
+                    base[j] = p.base + at + m * p.p_g + n_across, base_there |= (at >= 0) << j;
+                    keep(base[j]);
                 }
 #pragma unroll 1
                 for (u32 n0 = 0; n0 < p.columns; n0 += NS, ++n) {
-                    const u16 *stage = s.stages[n % STAGES];
-                    const u32 b_to = shared_address(stage + b_down * RPP + r),
-                              base_to = shared_address(stage + NS * RPP + n_down * NP + n_across);
-                    barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1);
-                    if (r < rank16)
+                    const u32 b_to = stage() + (b_down * RPP + r) * 2, base_to = stage() + (NS * RPP + n_down * NP + n_across) * 2;
+                    const bool whole = n0 + NS <= p.columns;
+                    const u16 *from_b = b;
+                    b += NS * p.b_n;
+                    free();
+                    if (b_there) {
+                        if (whole) {
 #pragma unroll
-                        for (u32 j = 0; j < (NS + B_DOWN - 1) / B_DOWN; ++j)
-                            if (const u32 c = b_down + j * B_DOWN; c < NS && n0 + c < p.columns)
-                                copy16(b_to + j * B_DOWN * RPP * 2, b + (n0 + c) * p.b_n, valid);
+                            for (u32 j = 0; j < B_EACH; ++j, from_b += b_step)
+                                if (NS >= B_DOWN || b_down < NS) copy16(b_to + j * B_DOWN * RPP * 2, from_b, valid);
+                        } else {
+#pragma unroll
+                            for (u32 j = 0; j < B_EACH; ++j, from_b += b_step)
+                                if (n0 + b_down + j * B_DOWN < p.columns) copy16(b_to + j * B_DOWN * RPP * 2, from_b, valid);
+                        }
+                    }
                     if (n0 + n_across < p.columns)
 #pragma unroll
-                        for (u32 j = 0; j < BM / N_DOWN; ++j)
-                            if (base[j]) copy16(base_to + j * N_DOWN * NP * 2, base[j] + n0, 16);
+                        for (u32 j = 0; j < BASE_EACH; ++j)
+                            if (base_there >> j & 1) copy16(base_to + j * N_DOWN * NP * 2, base[j] + n0);
                     fed(s, n, lane, 0);
                 }
             }
@@ -273,6 +319,15 @@ struct Rows {
                     }
             }
             const float factor[2] = {t.scaling * weight[0], t.scaling * weight[1]};
+            const bool live[2] = {rows[0] >= 0, rows[1] >= 0};
+            constexpr u32 VECTORS = NS / SPLIT / 8, EACH = 16 * VECTORS / 32; // 16-byte vectors of a row; those of a thread
+            const u32 out_column = side * (NS / SPLIT) + lane % VECTORS * 8;
+            u16 *out[EACH]; // null: not written
+#pragma unroll
+            for (u32 j = 0; j < EACH; ++j) {
+                const int code = t.rows[band * 16 + (lane + 32 * j) / VECTORS], row = code >= 0 ? code : -2 - code;
+                out[j] = code >= 0 || (code < -1 && (p.flags & COPY)) ? p.out + row * p.o_t + g * p.o_g + out_column : nullptr;
+            }
 #pragma unroll
             for (u32 m = 0; m < MG; ++m) {
 #pragma unroll 1
@@ -280,10 +335,11 @@ struct Rows {
                     if (m || n0 || lora) await();
                     u16 *stage = s.stages[n % STAGES], *bases = stage + NS * RPP + band * 16 * NP;
                     const u32 b_at = shared_address(stage + second_at * RPP + second_column);
+                    const u32 has = p.base ? ~0u : 0, signs = p.base ? 0 : 0x80008000; // without base, 0 keeps its sign
+                    if (lora) {
 #pragma unroll 2
-                    for (u32 c = side * (NS / SPLIT); c < (side + 1) * (NS / SPLIT); c += 16) {
-                        float y[2][4] = {};
-                        if (lora) {
+                        for (u32 c = side * (NS / SPLIT); c < (side + 1) * (NS / SPLIT); c += 16) {
+                            float y[2][4] = {};
                             u32 bv[KR][4];
 #pragma unroll
                             for (u32 k = 0; k < KR; ++k)
@@ -296,37 +352,37 @@ struct Rows {
                             for (u32 k = 0; k < KR; ++k)
                                 if (k * 16 < rank)
                                     E::mma(y[0], low[m * KR + k], bv[k][0], bv[k][1]), E::mma(y[1], low[m * KR + k], bv[k][2], bv[k][3]);
-                        }
 #pragma unroll
-                        for (u32 j = 0; j < 2; ++j)
+                            for (u32 j = 0; j < 2; ++j)
 #pragma unroll
-                            for (u32 half = 0; half < 2; ++half) {
-                                u32 *at = (u32 *)(bases + (quad + half * 8) * NP + c + j * 8 + pair);
-                                const u32 was = p.base ? *at : 0;
-                                u32 now = 0;
+                                for (u32 half = 0; half < 2; ++half) {
+                                    u32 *at = (u32 *)(bases + (quad + half * 8) * NP + c + j * 8 + pair);
+                                    const u32 was = *at & has;
+                                    float v[2], d[2], sum[2];
 #pragma unroll
-                                for (u32 e = 0; e < 2; ++e) {
-                                    const float v = E::SCALED ? y[j][2 * half + e] * scale[m][half] : y[j][2 * half + e];
-                                    const float delta = rows[half] >= 0 ? v * factor[half] : 0.0f;
-                                    const u16 kept = was >> 16 * e;
-                                    const u32 is = !p.base         ? E::round(delta)
-                                                   : delta == 0.0f ? kept
-                                                                   : E::round(fmaf(v, factor[half], E::widen(kept)));
-                                    now |= (is & 0xffff) << 16 * e;
+                                    for (u32 e = 0; e < 2; ++e) {
+                                        v[e] = live[half] ? y[j][2 * half + e] : 0.0f;
+                                        if (E::SCALED) v[e] *= scale[m][half];
+                                        d[e] = v[e] * factor[half];
+                                        sum[e] = fmaf(v[e], factor[half], E::widen(was >> 16 * e));
+                                    }
+                                    const u32 kept = was | (__byte_perm(__float_as_uint(d[0]), __float_as_uint(d[1]), 0x7632) & signs);
+                                    const u32 keep = (d[0] == 0 ? 0xffff : 0) | (d[1] == 0 ? 0xffff0000 : 0);
+                                    *at = (kept & keep) | (E::round2(sum[0], sum[1]) & ~keep);
                                 }
-                                *at = now;
-                            }
+                        }
+                    } else if (!p.base) {
+#pragma unroll
+                        for (u32 q = lane; q < 16 * VECTORS; q += 32)
+                            *(uint4 *)(bases + q / VECTORS * NP + side * (NS / SPLIT) + q % VECTORS * 8) = uint4{0, 0, 0, 0};
                     }
                     __syncwarp();
-                    constexpr u32 VECTORS = NS / SPLIT / 8; // of a row
+                    if (n0 + out_column < p.columns)
 #pragma unroll
-                    for (u32 q = lane; q < 16 * VECTORS; q += 32) {
-                        const u32 row = q / VECTORS, c = side * (NS / SPLIT) + q % VECTORS * 8;
-                        const int code = t.rows[band * 16 + row];
-                        if (n0 + c < p.columns && (code >= 0 || (code < -1 && (p.flags & COPY))))
-                            *(uint4 *)(p.out + (code >= 0 ? code : -2 - code) * p.o_t + (g + m) * p.o_g + n0 + c) =
-                                *(const uint4 *)(bases + row * NP + c);
-                    }
+                        for (u32 j = 0; j < EACH; ++j)
+                            if (out[j])
+                                *(uint4 *)(out[j] + m * p.o_g + n0) =
+                                    *(const uint4 *)(bases + (lane + 32 * j) / VECTORS * NP + out_column);
                     release();
                 }
             }
@@ -344,7 +400,8 @@ struct Rows {
 #pragma unroll
                 for (u32 e = 0; e < 4; ++e) to[j][e] += from[j][e], from[j][e] = 0;
         };
-        u32 done = 0;
+        const bool pieces = p.piece == 128; // else a chunk is one
+        u32 left = p.chunk;
 #pragma unroll 1
         for (u32 k0 = 0; k0 < p.features; k0 += KS) {
             if (k0) await();
@@ -360,15 +417,17 @@ struct Rows {
                     E::mma(acc[j + 1], xv, av[2], av[3]);
                 }
                 if (k % 128 == 112) {
-                    done += 128;
-                    if (done % p.piece == 0) add(part, acc);
-                    if (done % p.chunk == 0) add(own, part);
+                    left -= 128;
+                    if (pieces || !left) add(part, acc);
+                    if (!left) add(own, part), left = p.chunk;
                 }
             }
             release();
         }
-        if (done % p.piece) add(part, acc);
-        if (done % p.chunk) add(own, part);
+        if (left != p.chunk) {
+            if (!pieces) add(part, acc);
+            add(own, part);
+        }
         if constexpr (PARTED) {
             const u32 quad = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
             float *rows = s.swap + (band * 16 + quad) * SWAP + pair;

@@ -232,10 +232,12 @@ inline void copy_to_cluster(u32 to, const void *from, u32 bytes, u32 barrier, u3
         for (u32 i = 0; i < bytes; i += 16) send(remote(to, b) + i, (const u8 *)from + i, 16, remote(barrier, b));
 }
 inline void before_copies() {}
+template <class T> void keep(T *&) {}
 inline void copy16(u32 to, const void *from, int valid) {
     if (to % 16 || (u64)from % 16 || valid < 0 || valid > 16) cpu::fail("a copy that is not aligned");
     cpu::now->copies.push_back({to, 0, (const u8 *)from, (u32)valid});
 }
+inline void copy16(u32 to, const void *from) { copy16(to, from, 16); }
 inline void copies_commit() {}
 template <int N> void copies_wait() {
     static_assert(N == 0);
@@ -253,6 +255,14 @@ inline float __shfl_xor_sync(u32, float value, u32 by) {
     return __uint_as_float((u32)cpu::exchange(bits, threadIdx.x % 32 ^ by));
 }
 inline u32 __float_as_uint(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }
+inline u32 __byte_perm(u32 low, u32 high, u32 picks) {
+    u32 r = 0;
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 pick = picks >> 4 * i & 7;
+        r |= ((pick < 4 ? low >> 8 * pick : high >> 8 * (pick - 4)) & 255) << 8 * i;
+    }
+    return r;
+}
 inline int max(int a, int b) { return a > b ? a : b; }
 inline void load_matrix4(u32 (&r)[4], u32 from) {
     if (from % 16) cpu::fail("a matrix row that is not aligned");
@@ -290,6 +300,7 @@ struct bf16 {
         const u32 bits = __float_as_uint(v);
         return v != v ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
+    static u32 round2(float low, float high) { return round(low) | (u32)round(high) << 16; }
     static float widen(u16 v) { return __uint_as_float((u32)v << 16); }
 };
 struct fp16 {
@@ -301,6 +312,7 @@ struct fp16 {
         memcpy(&bits, &h, 2);
         return bits;
     }
+    static u32 round2(float low, float high) { return round(low) | (u32)round(high) << 16; }
     static float widen(u16 v) {
         _Float16 h;
         memcpy(&h, &v, 2);
