@@ -43,7 +43,7 @@ struct Rows {
     static constexpr u32 NT = RP / 8, OWN = PARTED ? NT / SPLIT : NT, KR = RG / 16;
     static constexpr u32 K_STAGE = (BM + RP) * KP, N_STAGE = NS * RPP + BM * NP, STAGE = K_STAGE > N_STAGE ? K_STAGE : N_STAGE;
     static constexpr u32 SWAP = RP + 8; // floats of a row of h, for the other warps of its band
-    static_assert(KS % 128 == 0 && NS / SPLIT % 16 == 0 && FEEDERS % (KS / 8) == 0 && FEEDERS % (NS / 8) == 0 && BM <= FEEDERS);
+    static_assert(KS % 128 == 0 && NS / SPLIT % 32 == 0 && FEEDERS % (KS / 8) == 0 && FEEDERS % (NS / 8) == 0 && BM <= FEEDERS);
     static_assert(RG % 16 == 0 && OWN % 2 == 0 && (CL == 1 || MG == 1));
 
     struct Tile {
@@ -123,7 +123,7 @@ struct Rows {
         Found next = {0, false, false, 0, 0};
         if (blockIdx.x < items) next = find(p, s, blockIdx.x / (p.groups / MG), lane);
         auto stage = [&] { return shared_address(s.stages[n % STAGES]); };
-        auto free = [&] { barrier_wait(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1); };
+        auto free = [&] { barrier_wait_block(shared_address(&s.empty[n % STAGES]), n / STAGES % 2 ^ 1); };
 #pragma unroll 1
         for (u32 item = blockIdx.x; item < items; item += gridDim.x, ++i) {
             Tile &t = s.tiles[i % RING];
@@ -193,7 +193,6 @@ struct Rows {
                 }
             }
             const u32 valid = rank > r ? 2 * min(rank - r, 8u) : 0;
-            const bool b_there = r < (rank + 15) / 16 * 16;
             const i64 b_step = B_DOWN * p.b_n;
 #pragma unroll 1
             for (u32 m = 0; m < MG; ++m) {
@@ -213,16 +212,14 @@ struct Rows {
                     const u16 *from_b = b;
                     b += NS * p.b_n;
                     free();
-                    if (b_there) {
-                        if (whole) {
+                    if (whole) { // zeros behind the rank
 #pragma unroll
-                            for (u32 j = 0; j < B_EACH; ++j, from_b += b_step)
-                                if (NS >= B_DOWN || b_down < NS) copy16(b_to + j * B_DOWN * RPP * 2, from_b, valid);
-                        } else {
+                        for (u32 j = 0; j < B_EACH; ++j, from_b += b_step)
+                            if (NS >= B_DOWN || b_down < NS) copy16(b_to + j * B_DOWN * RPP * 2, from_b, valid);
+                    } else {
 #pragma unroll
-                            for (u32 j = 0; j < B_EACH; ++j, from_b += b_step)
-                                if (n0 + b_down + j * B_DOWN < p.columns) copy16(b_to + j * B_DOWN * RPP * 2, from_b, valid);
-                        }
+                        for (u32 j = 0; j < B_EACH; ++j, from_b += b_step)
+                            if (n0 + b_down + j * B_DOWN < p.columns) copy16(b_to + j * B_DOWN * RPP * 2, from_b, valid);
                     }
                     if (n0 + n_across < p.columns)
 #pragma unroll
@@ -246,7 +243,7 @@ struct Rows {
     static __device__ __forceinline__ void compute(const Params &p, Shared &s, u32 items, u32 warp, u32 lane) {
         u32 n = 0, i = 0;
         const u32 quad = lane / 4, pair = lane % 4 * 2;
-        auto await = [&] { barrier_wait(shared_address(&s.full[n % STAGES]), n / STAGES % 2); };
+        auto await = [&] { barrier_wait_block(shared_address(&s.full[n % STAGES]), n / STAGES % 2); };
         auto release = [&] {
             const u32 empty = shared_address(&s.empty[n % STAGES]);
             if constexpr (CL > 1) {
@@ -337,38 +334,42 @@ struct Rows {
                     const u32 b_at = shared_address(stage + second_at * RPP + second_column);
                     const u32 has = p.base ? ~0u : 0, signs = p.base ? 0 : 0x80008000; // without base, 0 keeps its sign
                     if (lora) {
-#pragma unroll 2
-                        for (u32 c = side * (NS / SPLIT); c < (side + 1) * (NS / SPLIT); c += 16) {
-                            float y[2][4] = {};
-                            u32 bv[KR][4];
+#pragma unroll 1
+                        for (u32 c = side * (NS / SPLIT); c < (side + 1) * (NS / SPLIT); c += 32) { // all that is read comes before what is written
+                            float y[4][4] = {};
+                            u32 bv[2][KR][4], was[4][2];
+                            u32 *at = (u32 *)(bases + quad * NP + c + pair);
+#pragma unroll
+                            for (u32 i = 0; i < 2; ++i)
+#pragma unroll
+                                for (u32 k = 0; k < KR; ++k) load_matrix4(bv[i][k], b_at + ((c + i * 16) * RPP + k * 16) * 2);
+#pragma unroll
+                            for (u32 j = 0; j < 4; ++j)
+#pragma unroll
+                                for (u32 half = 0; half < 2; ++half) was[j][half] = at[half * 4 * NP + j * 4] & has;
 #pragma unroll
                             for (u32 k = 0; k < KR; ++k)
-                                if (k * 16 < rank) load_matrix4(bv[k], b_at + (c * RPP + k * 16) * 2);
+#pragma unroll
+                                for (u32 j = 0; j < 4; ++j) E::mma(y[j], high[m * KR + k], bv[j / 2][k][j % 2 * 2], bv[j / 2][k][j % 2 * 2 + 1]);
 #pragma unroll
                             for (u32 k = 0; k < KR; ++k)
-                                if (k * 16 < rank)
-                                    E::mma(y[0], high[m * KR + k], bv[k][0], bv[k][1]), E::mma(y[1], high[m * KR + k], bv[k][2], bv[k][3]);
 #pragma unroll
-                            for (u32 k = 0; k < KR; ++k)
-                                if (k * 16 < rank)
-                                    E::mma(y[0], low[m * KR + k], bv[k][0], bv[k][1]), E::mma(y[1], low[m * KR + k], bv[k][2], bv[k][3]);
+                                for (u32 j = 0; j < 4; ++j) E::mma(y[j], low[m * KR + k], bv[j / 2][k][j % 2 * 2], bv[j / 2][k][j % 2 * 2 + 1]);
 #pragma unroll
-                            for (u32 j = 0; j < 2; ++j)
+                            for (u32 j = 0; j < 4; ++j)
 #pragma unroll
                                 for (u32 half = 0; half < 2; ++half) {
-                                    u32 *at = (u32 *)(bases + (quad + half * 8) * NP + c + j * 8 + pair);
-                                    const u32 was = *at & has;
                                     float v[2], d[2], sum[2];
 #pragma unroll
                                     for (u32 e = 0; e < 2; ++e) {
                                         v[e] = live[half] ? y[j][2 * half + e] : 0.0f;
                                         if (E::SCALED) v[e] *= scale[m][half];
                                         d[e] = v[e] * factor[half];
-                                        sum[e] = fmaf(v[e], factor[half], E::widen(was >> 16 * e));
+                                        sum[e] = fmaf(v[e], factor[half], E::widen(was[j][half] >> 16 * e));
                                     }
-                                    const u32 kept = was | (__byte_perm(__float_as_uint(d[0]), __float_as_uint(d[1]), 0x7632) & signs);
+                                    const u32 kept = was[j][half] | (__byte_perm(__float_as_uint(d[0]), __float_as_uint(d[1]), 0x7632) & signs);
                                     const u32 keep = (d[0] == 0 ? 0xffff : 0) | (d[1] == 0 ? 0xffff0000 : 0);
-                                    *at = (kept & keep) | (E::round2(sum[0], sum[1]) & ~keep);
+                                    at[half * 4 * NP + j * 4] = (kept & keep) | (E::round2(sum[0], sum[1]) & ~keep);
                                 }
                         }
                     } else if (!p.base) {
@@ -389,6 +390,18 @@ struct Rows {
         }
     }
 
+    // sum += 16 rows of x times the ranks of A, over 16 columns.
+    static __device__ __forceinline__ void multiply(u32 x_at, u32 a_at, float (&sum)[OWN][4]) {
+        u32 xv[4], av[4];
+        load_matrix4(xv, x_at);
+#pragma unroll
+        for (u32 j = 0; j < OWN; j += 2) {
+            load_matrix4(av, a_at + j * 8 * KP * 2);
+            E::mma(sum[j], xv, av[0], av[1]);
+            E::mma(sum[j + 1], xv, av[2], av[3]);
+        }
+    }
+
     // h of 16 rows, whole in each of the band's warps: pieces of D make chunks, chunks make h.
     template <class Await, class Release>
     static __device__ __forceinline__ void sum(const Params &p, Shared &s, const u32 &n, u32 x_at, u32 a_at, u32 band, u32 side,
@@ -406,20 +419,24 @@ struct Rows {
         for (u32 k0 = 0; k0 < p.features; k0 += KS) {
             if (k0) await();
             const u32 stage = shared_address(s.stages[n % STAGES]);
+            auto ended = [&](float (&sum)[OWN][4]) { // 128 columns
+                left -= 128;
+                if (pieces || !left) add(part, sum);
+                if (!left) add(own, part), left = p.chunk;
+            };
+            if (OWN == 2 && KS == 256 && pieces) { // two pieces side by side: neither waits for the other's products
+                float next[OWN][4] = {};
 #pragma unroll
-            for (u32 k = 0; k < KS; k += 16) {
-                u32 xv[4], av[4];
-                load_matrix4(xv, stage + (x_at + k) * 2);
-#pragma unroll
-                for (u32 j = 0; j < OWN; j += 2) {
-                    load_matrix4(av, stage + (a_at + j * 8 * KP + k) * 2);
-                    E::mma(acc[j], xv, av[0], av[1]);
-                    E::mma(acc[j + 1], xv, av[2], av[3]);
+                for (u32 k = 0; k < 128; k += 16) {
+                    multiply(stage + (x_at + k) * 2, stage + (a_at + k) * 2, acc);
+                    multiply(stage + (x_at + k + 128) * 2, stage + (a_at + k + 128) * 2, next);
                 }
-                if (k % 128 == 112) {
-                    left -= 128;
-                    if (pieces || !left) add(part, acc);
-                    if (!left) add(own, part), left = p.chunk;
+                ended(acc), ended(next);
+            } else {
+#pragma unroll
+                for (u32 k = 0; k < KS; k += 16) {
+                    multiply(stage + (x_at + k) * 2, stage + (a_at + k) * 2, acc);
+                    if (k % 128 == 112) ended(acc);
                 }
             }
             release();
@@ -518,19 +535,16 @@ struct Rows {
 // As launch.ROWS_KERNELS.
 #define ALL(E)                             \
     ROWS(E, 32, 16, 256, 256, 5, 1, 2, 1)  \
-    ROWS(E, 64, 16, 256, 256, 4, 1, 1, 1)  \
+    ROWS(E, 64, 16, 128, 128, 7, 1, 2, 1)  \
     ROWS(E, 64, 16, 256, 256, 4, 1, 2, 1)  \
     ROWS(E, 128, 16, 128, 128, 4, 1, 1, 1) \
-    ROWS(E, 64, 32, 128, 128, 7, 1, 1, 1)  \
     ROWS(E, 64, 32, 128, 128, 6, 1, 2, 1)  \
     ROWS(E, 128, 32, 128, 128, 4, 1, 1, 1) \
     ROWS(E, 64, 64, 128, 128, 5, 1, 2, 1)  \
     ROWS(E, 128, 64, 128, 128, 3, 1, 1, 1) \
-    ROWS(E, 32, 64, 128, 128, 7, 4, 1, 1)  \
-    ROWS(E, 32, 64, 128, 128, 7, 4, 2, 1)  \
-    ROWS(E, 64, 64, 128, 128, 5, 4, 2, 1)  \
     ROWS(E, 64, 64, 128, 128, 5, 1, 2, 2)  \
-    ROWS(E, 128, 64, 128, 128, 3, 1, 1, 2)
+    ROWS(E, 128, 64, 128, 128, 3, 1, 1, 2) \
+    ROWS(E, 32, 64, 128, 128, 7, 4, 2, 1)
 ALL(bf16)
 ALL(fp16)
 #endif

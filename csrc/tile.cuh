@@ -97,6 +97,16 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Of this block's threads and of bulk copies; waiting for what other blocks wrote by themselves needs the cluster's scope, which
+// empties the L1 cache each time.
+__device__ __forceinline__ void barrier_wait_block(u32 barrier, u32 phase) {
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(barrier),
+                 "r"(phase)
+                 : "memory");
+}
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
     asm volatile("{\n.reg .pred done;\n"
                  "again:\n"

@@ -208,6 +208,7 @@ inline void barrier_expect(u32 barrier, u32 bytes) {
 inline void barrier_wait(u32 barrier, u32 phase) {
     while (cpu::barrier(barrier).phase % 2 == phase) cpu::yield();
 }
+inline void barrier_wait_block(u32 barrier, u32 phase) { barrier_wait(barrier, phase); }
 inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
     if (to % bytes) cpu::fail("a store that is not aligned");
     cpu::Send s = {to, barrier, {}, bytes};
