@@ -18,6 +18,7 @@ import pytest
 import torch
 from cases import FORMS, assert_equal, build, want_delta, want_shrink
 
+import grouped_lora_ops as gl
 from grouped_lora_ops import _checks, driver, reference
 from grouped_lora_ops.ops import prepared
 
@@ -71,6 +72,75 @@ def test_a_repeated_delta_reads_and_writes_its_own_tensors(gpu, form):
     op("delta_")(out, *second.factors, second.out_sizes, second.ranks)
     assert_equal(out, want, "in place")
     assert out._version > version and len(held("delta_")) == 1
+
+
+@pytest.fixture
+def straight(gpu, monkeypatch):
+    """Tensors of the CPU count as a GPU's, for calls past the dispatcher; what the dispatcher is asked to do is counted."""
+    monkeypatch.setattr(prepared, "_on_gpu", lambda t: True)
+    ops = importlib.import_module("grouped_lora_ops.ops.delta")
+    dispatched = []
+    for name in ("_op", "_op_"):
+        whole = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *args, whole=whole: dispatched.append(whole) or whole(*args))
+    return dispatched
+
+
+def test_a_prepared_call_goes_past_the_dispatcher(gpu, straight):
+    first, second = (small(tokens=3, seed=seed) for seed in (0, 1))
+    op("delta")(*first.factors, first.base, None, first.ranks)  # prepares; arguments as the dispatcher hands them on
+    op("delta_")(first.base, *first.factors, None, first.ranks)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            y = gl.delta(*second.factors, base=second.base, out_sizes=second.out_sizes, ranks=second.ranks)
+        assert_equal(y, want_delta(second))
+        assert y.is_inference() == (mode is torch.inference_mode)
+    want, version = want_delta(second), second.base._version
+    with torch.no_grad():
+        gl.delta_(second.base, *second.factors, out_sizes=second.out_sizes, ranks=second.ranks)
+    assert_equal(second.base, want)
+    assert second.base._version > version and not straight and len(gpu.launches) == 6
+
+
+class Named(torch.Tensor):
+    pass
+
+
+def test_whatever_the_dispatcher_has_to_do_it_does(gpu, straight, monkeypatch):
+    """Autograd, a subclass, modes, autocast, functorch, a profiler, a lazy negation, another signature, wrong arguments."""
+    from torch.overrides import BaseTorchFunctionMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    c = small(tokens=3, dtype=torch.float32)
+    op("delta")(*c.factors, c.base, None, c.ranks)
+    kw = dict(base=c.base, out_sizes=c.out_sizes, ranks=c.ranks)
+
+    def goes(args=c.factors, **changed):
+        straight.clear()
+        gl.delta(*args, **{**kw, **changed})
+        return bool(straight)
+
+    with torch.no_grad():
+        assert not goes()
+        assert goes((c.x.as_subclass(Named), *c.factors[1:]))
+        assert not goes((torch.nn.Parameter(c.x), *c.factors[1:]))
+        assert goes(base=None)
+        with pytest.raises(ValueError, match="x must be a dense tensor"):
+            gl.delta(c.x.to_sparse(), *c.factors[1:], **kw)
+        negated = torch.complex(torch.zeros_like(c.x), -c.x).conj().imag
+        assert negated.is_neg() and goes((negated, *c.factors[1:]))
+        for mode in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False), torch.profiler.profile(), BaseTorchFunctionMode()):
+            with mode:
+                assert goes(), mode
+        assert not goes()
+        torch.vmap(lambda x: straight.append(prepared._undispatched(c.factors)) or x)(torch.ones(2))
+        assert straight == [False]
+        with pytest.raises(TypeError):
+            gl.delta(c.x.tolist(), *c.factors[1:], **kw)
+    assert goes()
+    monkeypatch.setattr(_checks, "CHECK_IDS", True)
+    with torch.no_grad():
+        assert goes()
 
 
 @pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])

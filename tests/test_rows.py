@@ -167,7 +167,10 @@ def test_a_damaged_plan_stays_in_bounds(on_cpu):
         assert room[:10].isnan().all() and room[80:].isnan().all()
 
 
-@pytest.mark.parametrize("kernel, form, shared", [(R32, "whole", ""), (R16, "an A each", "a"), (R16, "halves of B", "b"), *[(k, "an A each", "") for k in merged], (merged[0], "halves of B", "")])
+@pytest.mark.parametrize(
+    "kernel, form, shared",
+    [(R32, "whole", ""), (R16, "an A each", "a"), (R16, "halves of B", "b"), (merged[0], "halves of B", ""), *((k, "an A each", "") for k in merged)],
+)
 def test_experts(on_cpu, monkeypatch, kernel, form, shared):
     from test_expert_kernels import build as expert_case
     from test_expert_kernels import want_delta as want_expert

@@ -9,7 +9,7 @@ from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
 from . import common, delta_cuda, rows_cuda
 from .expand import fill_base, grad_b, grad_h, output_shape
-from .prepared import prepared, prepared_in_place
+from .prepared import prepared, prepared_in_place, straight
 from .shrink import backward as shrink_backward
 from .shrink import run as run_shrink
 
@@ -41,6 +41,9 @@ def delta(
 
     Raises ValueError before anything is launched for arguments that do not fit together, TypeError for wrong types.
     """
+    done, y = _straight(x, lora_a, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan)
+    if done:
+        return y
     _checks.tensor_types(
         "delta",
         {"x": x, "lora_a": lora_a, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
@@ -67,6 +70,8 @@ def delta_(
     Rows without an adapter are not written. Raises ValueError also where an operand requires grad (use `delta`), or
     out overlaps an operand.
     """
+    if _straight_(out, x, lora_a, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)[0]:
+        return
     _checks.tensor_types(
         "delta_",
         {"out": out, "x": x, "lora_a": lora_a, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
@@ -231,3 +236,4 @@ _op_ = define(
     fake=_fake_,
     autocast=_autocast_,
 )
+_straight, _straight_ = straight(_cuda), straight(_cuda_, in_place=True)

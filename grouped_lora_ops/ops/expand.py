@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
 from . import common
-from .prepared import prepared, prepared_in_place
+from .prepared import prepared, prepared_in_place, straight
 from .shrink import run as run_shrink
 from .wgrad import wgrad
 
@@ -36,6 +36,9 @@ def expand(
 
     Raises as `shrink` does.
     """
+    done, y = _straight(h, lora_b, adapter_ids, scalings, base, out_sizes, ranks, plan)
+    if done:
+        return y
     _checks.tensor_types(
         "expand",
         {"h": h, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
@@ -61,6 +64,8 @@ def expand_(
     Rows without an adapter are not written. Raises ValueError also where an operand requires grad (use `expand`), or
     out overlaps an operand.
     """
+    if _straight_(out, h, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)[0]:
+        return
     _checks.tensor_types(
         "expand_",
         {"out": out, "h": h, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
@@ -256,3 +261,4 @@ _op_ = define(
     fake=_fake_,
     autocast=_autocast_,
 )
+_straight, _straight_ = straight(_cuda), straight(_cuda_, in_place=True)

@@ -10,6 +10,9 @@ What depends on addresses or on the mode is looked at in every call: operands th
 require grad, take the ordinary way, whose checks then speak. So do calls under GROUPED_LORA_CHECK=1 and, where Triton
 kernels are launched, under a profiler that hooks Triton's launches. A call that copies on the way (strided ranks), fills
 without a kernel, or runs in Triton's interpreter is not prepared.
+
+A prepared call that the dispatcher would hand to the CUDA implementation and to nothing else goes there by itself
+(`straight`): the dispatcher and its boxing of arguments cost 8 µs.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from .. import _checks, driver
 from .common import on_device
@@ -98,14 +103,22 @@ def prepared(run: Callable) -> Callable:
     def call(*args, **kwargs):
         if kwargs or _checks.CHECK_IDS:
             return ordinary(*args, **kwargs)
-        key = driver.describe(args)
-        found = table.get(key)
-        if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
+        key, found = _find(table, args)
+        if found is None:
             return _record(ordinary, args, key, table, 0)
         return found.repeat(args)[0]
 
     call.table = table
     return call
+
+
+def _find(table: dict, args: tuple) -> tuple:
+    """The key of a call, and the prepared call if it may be repeated now."""
+    key = driver.describe(args)
+    found = table.get(key)
+    if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
+        return key, None
+    return key, found
 
 
 def prepared_in_place(operands: int) -> Callable:
@@ -123,9 +136,8 @@ def prepared_in_place(operands: int) -> Callable:
                 return ordinary(*args, **kwargs)
             if grad_enabled() and any(t.requires_grad for t in args[:operands]):
                 return ordinary(*args)
-            key = driver.describe(args)
-            found = table.get(key)
-            if found is None or driver.recordings or (found.hooked and driver.triton_hooks()):
+            key, found = _find(table, args)
+            if found is None:
                 return _record(ordinary, args, key, table, operands)
             if found.repeat(args) is None:  # may overlap: the exact check decides
                 return ordinary(*args)
@@ -135,3 +147,88 @@ def prepared_in_place(operands: int) -> Callable:
         return call
 
     return decorate
+
+
+# --- past the dispatcher ---
+
+
+try:
+    _include, _exclude = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+    _function_mode, _profiled = torch._C._is_torch_function_mode_enabled, torch.autograd._profiler_enabled
+    _include().raw_repr()
+except AttributeError:  # another torch: every call goes through the dispatcher
+    _include = None
+_grad_enabled = torch.is_grad_enabled
+
+
+def _dispatch_state() -> tuple[int, int]:
+    """What this thread has switched on and off for the dispatcher: modes, autocast, functorch's layers, inference mode."""
+    return _include().raw_repr(), _exclude().raw_repr()
+
+
+def _plain_states() -> frozenset:
+    """The states of a thread where nothing is switched on, in and outside inference mode."""
+    states = []
+
+    def look() -> None:
+        states.append(_dispatch_state())
+        with torch.inference_mode():
+            states.append(_dispatch_state())
+
+    if _include is not None:
+        thread = threading.Thread(target=look)  # a new one has switched nothing on
+        thread.start()
+        thread.join()
+    return frozenset(states)
+
+
+_PLAIN = _plain_states()
+
+
+def _on_gpu(t: Tensor) -> bool:
+    return t.is_cuda
+
+
+def _undispatched(args: tuple) -> bool:
+    """Whether the dispatcher would do nothing with these arguments but call the CUDA implementation, if one was prepared for
+    their like (then they are dense, and on one GPU if the first is)."""
+    if _grad_enabled() or _include is None or not isinstance(args[0], Tensor) or not _on_gpu(args[0]):
+        return False
+    if _dispatch_state() not in _PLAIN or _function_mode() or _profiled():
+        return False
+    for t in args:
+        kind = type(t)
+        if kind is Tensor or kind is Parameter:
+            if t.is_neg():
+                return False
+        elif t is not None and kind is not list:
+            return False
+    return True
+
+
+def straight(implementation: Callable, in_place: bool = False) -> Callable:
+    """straight(cuda)(*args) → (whether it is done, result): a prepared call repeated without the dispatcher.
+
+    Only out of autograd's sight (inference mode, no_grad) and with plain tensors; everything else is left to the op: a first
+    call, subclasses, modes, autocast, tracing, a profiler.
+    """
+    table, increment_version = implementation.table, torch.autograd.graph.increment_version
+
+    def call(*args):
+        if torch.compiler.is_compiling() or _checks.CHECK_IDS or not _undispatched(args):
+            return False, None
+        while args[-1] is None:  # the dispatcher leaves out what stands at its default
+            args = args[:-1]
+        try:
+            found = _find(table, args)[1]
+        except RuntimeError:  # a sparse tensor has no strides
+            return False, None
+        made = None if found is None else found.repeat(args)
+        if made is None:
+            return False, None
+        if in_place:
+            increment_version(args[0])
+            return True, None
+        return True, made[0]
+
+    return call

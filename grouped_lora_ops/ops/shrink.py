@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
 from . import common
-from .prepared import prepared
+from .prepared import prepared, straight
 from .wgrad import wgrad
 
 
@@ -33,6 +33,9 @@ def shrink(
     Raises ValueError, before anything is launched, for arguments that do not fit together; on the CPU also for ids
     out of range (on a GPU such rows count as −1; GROUPED_LORA_CHECK=1 checks there too).
     """
+    done, h = _straight(x, lora_a, adapter_ids, ranks, plan)
+    if done:
+        return h
     _checks.tensor_types(
         "shrink", {"x": x, "lora_a": lora_a, "adapter_ids": adapter_ids}, {"ranks": ranks, "plan": plan}
     )
@@ -152,3 +155,4 @@ _op = define(
     setup_context=_setup,
     autocast=_autocast,
 )
+_straight = straight(_cuda)
