@@ -1,5 +1,5 @@
 """expert_delta (base + scaling · B (A x) over routes) on the expert rows of the tables, and beyond (names start with `extra`);
-skewed routing beside uniform routing of the same bytes (`skew`); then its training step, forward and backward.
+skewed routing beside uniform routing of the same bytes (`skew`). Its training step is in bench_expert_train.py.
 
 A figure of ours includes the plan: every call makes its own, though a layer's two projections share one. `given_us` is
 the same call with the plan given, `plan_us` the plan alone. A row of skewed routing also has `twin_us`, what uniform routing takes
@@ -11,7 +11,6 @@ import torch
 
 from . import expert_workloads as workloads
 from . import measure
-from .conftest import shortlist
 from .contenders import grouped_mm
 
 CONTENDERS = ("ours", "torch")
@@ -127,39 +126,3 @@ def test_skew(case, contender, device, figure, timer, most):
     more = {"twin_us": twin_us, "times_twin": now / twin_us, "times_bar": workloads.SKEW_BAR}
     more["twins"] = [[twin.T, round(share, 3)] for twin, share in twins]
     figure(w, "expert_delta", contender, timer.graph(calls_of(forward, sets)), **more)
-
-
-@pytest.mark.parametrize("case", workloads.TRAINING, indirect=True, ids=lambda w: w.name)
-def test_train(case, contender, device, figure, timer, request):
-    """y and the gradients of x, A, B and base in one graph; peak memory of one eager step beyond its inputs."""
-    w, shared = case
-    forward = ours(w, shared) if contender == "ours" else gmm(w, shared)
-    if forward is None:
-        pytest.skip(f"{contender} has no way to run {w.name}")
-    generator = torch.Generator(device).manual_seed(3)
-
-    def step(forward, t, grad):
-        leaves = [v.detach().requires_grad_() for v in tensors(t)]
-
-        def call():
-            y = forward(*leaves)
-            return y, *torch.autograd.grad(y, leaves, grad)
-
-        return call
-
-    if contender == "ours":
-        t = {name: v.sign() for name, v in workloads.integer_set(w, device).items()}
-        grad = torch.randint(-1, 2, t["base"].shape, device=device, generator=generator).to(w.dtype)
-        wide = {name: v.double() for name, v in t.items()}
-        exact = step(lambda x, a, b, base: workloads.float64_delta(w, x, a, b, base, shared), wide, grad.double())()
-        for name, got, want in zip(("y", "x", "lora_a", "lora_b", "base"), step(forward, t, grad)(), exact, strict=True):
-            if not torch.equal(got, want.float().to(w.dtype)):
-                pytest.fail(f"exactness gate on {w.name}: {name}: no figure from a wrong kernel")
-        del wide, exact
-    sets = made(w, device, 2)
-    grad = torch.randn(sets[0]["base"].shape, device=device, dtype=w.dtype, generator=generator)
-    calls = [step(forward, t, grad) for t in sets]
-    ways = {"gmm" if contender == "torch" else "": calls}
-    shortlist(timer, ways)
-    peak, eager = timer.peak_mib(calls[0]), timer.eager_us(calls)
-    figure(w, "expert_train", contender, timer.graph(calls), peak_mib=peak, eager_us=eager)

@@ -30,13 +30,15 @@ from .workloads import Workload
 
 HERE = Path(__file__).resolve().parent
 OPS = {f"bench_{op}": op for op in ("delta", "shrink", "expand", "plan", "expert_delta", "linear")}
-OPS |= {f"bench_{op}": op for op in ("expert_linear", "expert_mlp")}
+OPS |= {f"bench_{op}": op for op in ("expert_linear", "expert_mlp", "expert_train", "curve")}
 OPS |= {"bench_wgrad": "train", "bench_host": "delta", "bench_tax": "tax"}
 
 _rows = pytest.StashKey[list]()
 _timer = pytest.StashKey[object]()
 _started = pytest.StashKey[str]()
 _saved = pytest.StashKey[float]()
+TIMES = (("times_base", "× base"), ("times_twin", "× twin"), ("times_torch", "× torch"), ("times_beside", "× the row beside it"),
+         ("jump", "× fewer tokens"), ("tax", "tax"))  # fmt: skip
 SAVE_EVERY = 5.0  # seconds: what is measured survives a run that is killed
 
 
@@ -151,7 +153,7 @@ class Case:
         want = self.run_reference(self.inputs([exact]), exact)
         result = who.variants(self.op, "ours", self.inputs([mine]))[""][0]()
         got = mine["out"] if result is None else result
-        return _difference(got, want)
+        return difference(got, want)
 
     def _plan_mismatch(self) -> str | None:
         """A plan is right if a delta computed with it is, and the same ids give the same plan."""
@@ -163,10 +165,10 @@ class Case:
         mine = {**exact, "out": exact["out"].clone()}
         want = Case(self.w, "delta", self.device, self.tiny).run_reference(Inputs(self.w, [exact], self.shared), exact)
         who.variants("delta", "ours", Inputs(self.w, [mine], self.shared, plan))[""][0]()
-        return _difference(mine["out"], want)
+        return difference(mine["out"], want)
 
 
-def _difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
+def difference(got: torch.Tensor, want: torch.Tensor) -> str | None:
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype} {list(got.shape)} instead of {want.dtype} {list(want.shape)}"
     if torch.equal(got, want):
@@ -225,7 +227,7 @@ def keep(benchmark, request, timer):
 
 @pytest.fixture
 def figure(benchmark, keep):
-    """figure(w, op, contender, round_us, …): time it, hand it to pytest-benchmark, keep the row."""
+    """figure(w, op, contender, round_us, …): time it, hand it to pytest-benchmark, keep the row. A function in … is called with the µs."""
 
     def time_it(w: Workload, op: str, contender: str, round_us, rounds: int = measure.ROUNDS, **more) -> float:
         times = []
@@ -240,6 +242,7 @@ def figure(benchmark, keep):
         us = statistics.median(times)
         if len(times) >= 4:
             more["q1_us"], _, more["q3_us"] = statistics.quantiles(times, n=4, method="inclusive")
+        more = {key: value(us) if callable(value) else value for key, value in more.items()}
         keep(results.row(w, op, contender, us, min_us=min(times), **more), w.peers)
         return us
 
@@ -367,14 +370,14 @@ def pytest_terminal_summary(terminalreporter, config):
         marks = ""
         if ours:
             count += 1
-            times = ours.get("times_base", ours.get("times_twin", 0))
+            times = next((ours[key] for key in ("times_base", "times_twin", "times_torch") if key in ours), 0)
             if (bar and ours["us"] > bar) or times > ours.get("times_bar", math.inf):
                 above_bar, marks = above_bar + 1, marks + " >bar"
             if best and ours["us"] > best:
                 slower, marks = slower + 1, marks + " >PEER"
         beside = ", ".join(f"{key} {row['us']:.1f}" + (f" ({row['variant']})" if row.get("variant") else "")
                            for key, row in rest.items())  # fmt: skip
-        for key, name_of in (("times_base", "× base"), ("times_twin", "× twin"), ("tax", "tax")):
+        for key, name_of in TIMES:
             if ours and key in ours:
                 beside = ", ".join(filter(None, (beside, f"{name_of} {ours[key]:.2f}")))
         figures = (ours["us"], ours["pct_of_floor"]) if ours else (None, None)

@@ -86,7 +86,8 @@ class Sorted:
         self.pair_ends = torch.searchsorted(values, bounds, right=True, out_int32=True)
         self.ends = self.pair_ends[by_slot - 1 :: by_slot].contiguous()
         self.tokens = self.order // w.top_k
-        self.weights = shared["topk_weights"].view(-1)[self.order].to(w.dtype)[:, None]
+        weights = shared["topk_weights"]
+        self.weights = None if weights is None else weights.view(-1).index_select(0, self.order).to(w.dtype)[:, None]
         if lora:
             slots = 0 if w.slots == 1 else shared["adapter_ids"][self.tokens].long()
             self.scale = shared["scalings"].to(w.dtype)[slots]

@@ -142,16 +142,24 @@ def random_set(w: LayerWorkload, device: torch.device, seed: int = 0) -> dict[st
     return made
 
 
-def integer_set(w: LayerWorkload, device: torch.device, seed: int = 1) -> dict[str, Tensor]:
+def one_in_of_layer(w: LayerWorkload) -> dict[str, int]:
+    """How many entries of a layer's integers one that is not 0 is among, in a forward: see `integer_set`."""
+    hidden, inner = w.shape[0], w.shape[1]
+    return {"x": 1, "gate_up_weight": hidden // 8, "gate_up_lora_a": hidden // 16, "gate_up_lora_b": w.rank // 8,
+            "down_weight": 1, "down_lora_a": inner // 16, "down_lora_b": w.rank // 8}  # fmt: skip
+
+
+def integer_set(
+    w: LayerWorkload, device: torch.device, seed: int = 1, one_in: dict[str, int] | None = None
+) -> dict[str, Tensor]:
     """Small integers: every product and float32 sum is exact, so the roundings of the stages leave one right answer.
 
-    One projection: −2 … 2 everywhere. Two: x and W_down are ±1, of the other factors' entries as many are ±1, the rest 0, that
-    h1, and a of the exact silu, stay far below 2¹⁶ and all sums below 2²⁴; gate's rows are multiplied by GATE.
+    One projection: −2 … 2 everywhere. Two: ±1, and 0 but for one in `one_in` entries. x and W_down have no zeros, of the other
+    factors' entries as many are ±1 that h1, and a of the exact silu, stay far below 2¹⁶ and all sums below 2²⁴; gate's rows
+    are multiplied by GATE.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    hidden, inner = w.shape[0], w.shape[1]
-    one_in = {"x": 1, "gate_up_weight": hidden // 8, "gate_up_lora_a": hidden // 16, "gate_up_lora_b": w.rank // 8,
-              "down_weight": 1, "down_lora_a": inner // 16, "down_lora_b": w.rank // 8}  # fmt: skip
+    inner, one_in = w.shape[1], one_in or one_in_of_layer(w)
     made = {}
     for name, shape in shapes(w).items():
         t = made[name] = torch.empty(shape, device=device, dtype=w.dtype)

@@ -91,7 +91,7 @@ class ExpertWorkload:
             "active": active_pairs(self)[0],
             "layout": self.projection,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "floor_us": floor_us(self, op),
+            "floor_us": floor_us(self),
             "bar_us": bar_us(self) if delta else None,
             "best_peer": self.best_peer if delta else None,
             "best_peer_us": self.peers[self.best_peer] if delta and self.peers else None,
@@ -126,8 +126,8 @@ def active_pairs(w: ExpertWorkload) -> tuple[int, int]:
     return int(pairs.unique().numel()), int(adapters.unique().numel())
 
 
-def cost(w: ExpertWorkload, op: str = "expert_delta") -> tuple[int, int]:
-    """(bytes, flops) that the delta, or its training step, cannot do without."""
+def cost(w: ExpertWorkload) -> tuple[int, int]:
+    """(bytes, flops) that the delta cannot do without."""
     pairs, slots = active_pairs(w)
     size = w.dtype.itemsize
     x = (w.T if w.projection == "gate_up" else w.M) * w.D
@@ -135,10 +135,6 @@ def cost(w: ExpertWorkload, op: str = "expert_delta") -> tuple[int, int]:
     b = (slots if "b" in w.shared else pairs) * w.N * w.rank
     rows = w.T if "a" in w.shared and w.projection == "gate_up" else w.M
     flops = 2 * w.rank * (rows * w.groups * w.D + w.M * w.N)
-    if op == "expert_train":
-        # Forward: x, A, B, base in, y out. Backward: dy, x, A, B in, dx out, and dA, dB of every pair, zeros too.
-        of_slots = w.slots * w.rank * (w.groups * w.D * shapes(w)["lora_a"][1] + w.N * shapes(w)["lora_b"][1])
-        return size * (3 * x + 3 * w.M * w.N + 2 * (a + b) + of_slots), 3 * flops
     return size * (x + a + b + 2 * w.M * w.N), flops
 
 
@@ -164,8 +160,8 @@ def twins(w: ExpertWorkload) -> list[tuple[ExpertWorkload, float]]:
     return [(few, 1.0 - share), (many, share)] if share else [(few, 1.0)]
 
 
-def floor_us(w: ExpertWorkload, op: str = "expert_delta") -> float:
-    nbytes, flops = cost(w, op)
+def floor_us(w: ExpertWorkload) -> float:
+    nbytes, flops = cost(w)
     return max(nbytes / HBM_BYTES_PER_US, flops / FLOPS_PER_US[w.dtype])
 
 
@@ -320,12 +316,6 @@ SKEWED = [  # beside uniform twins: see `twins`
     for tokens in (64, 256, 4096)
 ]
 SKEW_BAR = 1.3  # times the uniform twin
-TRAINING = [
-    ExpertWorkload(f"train-{model}-{projection}-r{rank}-S1-T4096", model, projection, 4096, rank, 1)
-    for model in ("qwen3-30b", "dsv3")
-    for projection in ("gate_up", "down")
-    for rank in (16, 32)
-]
 
 
 def named(*names: str) -> list[ExpertWorkload]:

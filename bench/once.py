@@ -25,7 +25,15 @@ import grouped_lora_ops as glo
 from grouped_lora_ops import selfcheck
 
 from . import contenders as who
-from . import expert_contenders, expert_linear_workloads, expert_workloads, linear_workloads, workloads
+from . import (
+    curve_workloads,
+    expert_contenders,
+    expert_linear_workloads,
+    expert_train_workloads,
+    expert_workloads,
+    linear_workloads,
+    workloads,
+)
 
 FEW = {
     "delta": (
@@ -64,6 +72,12 @@ def dense(op: str) -> Callable:
     return call
 
 
+def curve(w, device, whole):
+    shared, t = workloads.shared_inputs(w, device), workloads.random_set(w, device, 0)
+    for plan in (None, glo.plan(shared["adapter_ids"], w.slots)):
+        who.variants("delta", "ours", who.Inputs(w, [t], shared, plan))[""][0]()
+
+
 def linear(w, device, whole):
     from . import bench_linear
 
@@ -88,11 +102,15 @@ def expert_delta(w, device, whole):
 
 
 def expert_train(w, device, whole):
-    from . import bench_expert_delta
+    from . import expert_train_contenders
 
-    with_gradients(
-        bench_expert_delta.ours(w, expert_workloads.shared_inputs(w, device)), expert_tensors(w, device, whole)
-    )
+    layer = w.projection == "mlp"
+    shapes = (expert_linear_workloads if layer else expert_workloads).shapes(w)
+    made = {name: expanded(shape, w, device, whole) for name, shape in shapes.items()}
+    t = expert_train_workloads.with_router_weights(w, made, torch.zeros(w.T, w.top_k, device=device))
+    shared, grad = expert_workloads.shared_inputs(w, device), expert_train_workloads.grad_of(w, device)
+    for plan in (None, glo.expert_plan(shared["expert_ids"], shared["adapter_ids"], w.experts, w.slots)):
+        expert_train_contenders.our_way(w, shared, plan).step(t, grad)()
 
 
 def expert_layer(op: str) -> Callable:
@@ -115,13 +133,15 @@ def with_gradients(forward: Callable, tensors: list[Tensor]) -> None:
 SKEWED = [*expert_workloads.SKEWED, *(twin for w in expert_workloads.SKEWED for twin, _ in expert_workloads.twins(w))]
 SUITES: dict[str, list[tuple[list, Callable]]] = {  # by the suite's file: bench_<name>.py
     "delta": [(workloads.DENSE, dense("delta"))],
+    "curve": [(curve_workloads.CURVE, curve)],
     "shrink": [(workloads.HALVES, dense("shrink"))],
     "expand": [(workloads.HALVES, dense("expand"))],
     "plan": [(workloads.PLANS, dense("plan"))],
     "wgrad": [(workloads.TRAINING, dense("train"))],
     "linear": [(linear_workloads.LINEAR, linear)],
     "tax": [(linear_workloads.TAX, linear)],
-    "expert_delta": [(expert_workloads.EXPERTS + SKEWED, expert_delta), (expert_workloads.TRAINING, expert_train)],
+    "expert_delta": [(expert_workloads.EXPERTS + SKEWED, expert_delta)],
+    "expert_train": [(expert_train_workloads.TRAINING, expert_train)],
     "expert_linear": [(expert_linear_workloads.EXPERT_LINEAR, expert_layer("expert_linear"))],
     "expert_mlp": [(expert_linear_workloads.EXPERT_MLP, expert_layer("expert_mlp"))],
 }

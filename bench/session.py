@@ -1,13 +1,16 @@
 """One command for a GPU that is lent for some minutes: tests, compilation, sanitizer, then the suites, each with a limit out of what is left.
 
     python -m bench.session --out DIR --minutes 9                            every step that is not marked "asked for"
-    python -m bench.session --out DIR --minutes 9 --steps compile,expert_mlp,expert_linear
+    python -m bench.session --out DIR --minutes 9 --steps compile,expert_mlp,expert_linear --archive DIR.tar.gz
     python -m bench.session --list                                           the steps and the seconds set aside for each
 
 DIR gets session.log (everything that the steps printed, then the table) and <suite>.json of each suite, which `python -m
 grouped_lora_ops report` reads. A step gets at most twice the seconds set aside for it, and is left out where less than half
 of them is left; at its limit it is interrupted, and killed if it has not ended GRACE seconds later. Tests are named as they
 fail, so a run that is stopped loses none; so are those that were running when it was stopped.
+
+--archive packs DIR into one file, where few files can be brought back: after each step, so that a session that is killed loses only the
+step under way, and at the end.
 
 The exit status is 1 where something failed, 3 where nothing did but a step was stopped or left out for time, else 0.
 """
@@ -24,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -187,8 +191,14 @@ def _end(process: subprocess.Popen, grace: float) -> None:
 
 
 def run_steps(
-    steps: Sequence[Step], minutes: float, log, say: Callable[[str], None] = print, grace: float = GRACE
+    steps: Sequence[Step],
+    minutes: float,
+    log,
+    say: Callable[[str], None] = print,
+    grace: float = GRACE,
+    after: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
+    """Each step in its time; `after` is called behind each."""
     end = time.monotonic() + 60 * minutes
     outcomes: list[Outcome] = []
     for step in steps:
@@ -202,6 +212,8 @@ def run_steps(
         else:
             outcomes.append(run_step(step, min(left, 2 * step.seconds), log, say, grace))
         say(_line(outcomes[-1]))
+        log.flush()
+        after()
     return outcomes
 
 
@@ -227,6 +239,18 @@ def exit_status(outcomes: list[Outcome]) -> int:
     return 1 if FAILED in found else 3 if found & {STOPPED, LEFT_OUT} else 0
 
 
+def pack(folder: Path, archive: Path) -> None:
+    """The folder as a .tar.gz, which is never there half written; an archive inside the folder is not packed into itself."""
+    unfinished = archive.with_name(f".{archive.name}.part")
+    own = {archive.resolve(), unfinished.resolve()}
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(unfinished, "w:gz") as packed:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.resolve() not in own:
+                packed.add(path, arcname=str(Path(folder.name) / path.relative_to(folder)))
+    unfinished.replace(archive)
+
+
 # --- the steps ---
 
 SUITES = {  # name: (files, further arguments, seconds set aside, asked for)
@@ -237,6 +261,8 @@ SUITES = {  # name: (files, further arguments, seconds set aside, asked for)
     "expert_mlp": ("expert_mlp", ["--contenders", "ours"], 120, False),
     "wgrad": ("wgrad", ["--contenders", "ours,torch"], 60, False),
     "host": ("host", [], 25, False),
+    "expert_train": ("expert_train", [], 150, True),
+    "curve": ("curve", [], 80, True),
     "tax": ("tax", [], 180, True),
     "parts": ("shrink expand plan", ["--contenders", "ours,torch"], 90, True),
     "extra": ("delta expert_delta", ["-k", "extra", "--contenders", "ours,torch"], 150, True),
@@ -287,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes that test and compile"
     )
+    parser.add_argument("--archive", type=Path, metavar="FILE.tar.gz", help="pack the folder into this file, too")
     parser.add_argument("--list", action="store_true", help="print the steps and the seconds set aside for each")
     parser.add_argument(
         "--tiny", action="store_true", help="tiny sizes, on the CPU where there is no GPU: tests the scripts"
@@ -313,10 +340,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--out is needed")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "session.log").open("ab") as log:
-        log.write(f"commit {commit}, {options.minutes:g} minutes, {results.now()}\n".encode())
-        outcomes = run_steps(steps, options.minutes, log, lambda text: print(text, flush=True))
-        log.write(f"\n##### {results.now()}\n{table(outcomes)}\n".encode())
+
+    def keep() -> None:
+        if options.archive:
+            pack(out, options.archive)
+
+    def try_to_keep() -> None:
+        with contextlib.suppress(OSError):  # a full disk: what follows is measured all the same, and the last one raises
+            keep()
+
+    try:
+        with (out / "session.log").open("ab") as log:
+            log.write(f"commit {commit}, {options.minutes:g} minutes, {results.now()}\n".encode())
+            outcomes = run_steps(steps, options.minutes, log, lambda text: print(text, flush=True), after=try_to_keep)
+            log.write(f"\n##### {results.now()}\n{table(outcomes)}\n".encode())
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told to end twice: the archive is made all the same
+        keep()
     print("\n" + table(outcomes, NAMED))
     return exit_status(outcomes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import linear_workloads, results, workloads  # noqa: E402
+from bench import curve_workloads, expert_train_workloads, linear_workloads, results, workloads  # noqa: E402
 
 GPU = "NVIDIA Made-up"
 
@@ -30,6 +30,17 @@ def rows(slower: float = 1.0) -> list[dict]:
         floor = workloads.floor_us(w, "train")
         out.append(row(w, "train", "ours", slower * (1.4 * floor + 20), peak_mib=w.T * w.width / 2**19))
         out.append(row(w, "train", "torch", 2.2 * floor + 60, peak_mib=2.5 * w.T * w.width / 2**19))
+    for w in expert_train_workloads.TRAINING:
+        floor = expert_train_workloads.floor_us(w)
+        more = dict(forward_us=0.5 * floor, peak_mib=w.M / 32)
+        out.append(row(w, "expert_train", "torch", 3 * floor, **more))
+        out.append(row(w, "expert_train", "ours", slower * 1.4 * floor, times_torch=slower * 1.4 / 3, **more))
+    taken = {}
+    for w in curve_workloads.CURVE:
+        taken[w.name] = us = slower * (1.2 * workloads.floor_us(w) + 3.5 + w.slots / 16)
+        more = {"jump": us / taken[w.before]} if w.before else {}
+        more |= {"beside": w.beside, "times_beside": us / taken[w.beside]} if w.beside else {}
+        out.append(row(w, "curve", "ours", us, hot_us=0.9 * us, **more))
     for w in linear_workloads.TAX:
         floor = linear_workloads.floor_us(w)
         base = 1.2 * w.T * w.width * w.D * 2 / 790e6 + 9

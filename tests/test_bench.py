@@ -245,9 +245,17 @@ def test_every_suite_runs_at_tiny_sizes(tmp_path):
         "expert_mlp",
         "host",
         "tax",
+        "curve",
     }
     assert {row["contender"] for row in run["rows"]} >= {"ours", "reference", "torch"}
     assert all(row["us"] > 0 for row in run["rows"])
+    for row in run["rows"]:
+        if row["op"] == "expert_train":
+            assert row["forward_us"] > 0 and row["floor_us"] > 0
+            assert (row["contender"] == "ours") == ("times_torch" in row) == ("given_us" in row)
+        if row["op"] == "curve":
+            assert ("jump" in row) == (row["T"] > 1 and "beside" not in row and "-T64" not in row["workload"]), row
+            assert row["hot_us"] > 0 and row["contender"] == "ours"
     of_theirs = [row for one in result_files.read(theirs) for row in one["rows"]]
     assert sorted(of_theirs, key=str) == sorted(run["rows"], key=str)
     heads = [{key: value for key, value in one.items() if key not in ("rows", "suite")} for one in result_files.read(theirs)]

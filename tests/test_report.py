@@ -198,6 +198,20 @@ def test_the_tax_in_the_readme(tmp_path, readme):
     assert "| plain | 8 | 16 | 10.0 | +0 / +20 | +80 / +180 |" in text and "| plain | 8 | 32 |" not in text
 
 
+def test_the_curve_in_the_readme(tmp_path, readme):
+    rows = [
+        row("plain-r16-S1-T8", 4.0, "curve"),
+        row("plain-r16-S1-T12", 5.0, "curve", jump=1.25),
+        row("plain-r16-S8-T12", 6.0, "curve"),
+        row("plain-idle-r16-S8-T12", 3.0, "curve", beside="plain-r16-S8-T12", times_beside=0.5),
+        row("plain-r16in256-r256-S8-T8", 8.0, "curve"),
+    ]
+    report(write(tmp_path / "a.json", run(*rows)), "--readme", readme)
+    curve, beside = readme.read_text().split("64 slots of which")
+    assert "| T | plain r 16, 1 slot | plain r 16, 8 slots |\n|---|---|---|\n| 8 | 4.0 | – |\n| 12 | 5.0 (1.25) | 6.0 |" in curve
+    assert "| T | plain, idle | plain, r16in256 |\n|---|---|---|\n| 8 | – | 8.0 |\n| 12 | 3.0 (0.50) | – |" in beside
+
+
 def test_the_readme_shows_the_committed_results():
     assert report(ROOT / "bench" / "results", "--readme", ROOT / "README.md", "--check") == 0
 
@@ -282,7 +296,7 @@ def test_the_verdict_is_symmetric():
 
 def some_of(made: dict) -> dict:
     """Fewer rows: every kind of picture, few panels."""
-    keep = re.compile(r"plain-r(16|64)-(S1|S8|a\d+)-|plan-S8|train-r16|none|qkv-r16|wo_a-r16-S8-T1$")
+    keep = re.compile(r"plain-r(16|64)-(S1|S8|a\d+)-|plan-S8|train-r16|train-dsv3|none|qkv-r16|wo_a-r16-S8-T1$")
     return made | {"rows": [r for r in made["rows"] if keep.search(r["workload"])]}
 
 
@@ -349,6 +363,7 @@ def test_pictures_of_every_kind_are_there_and_are_pngs(made):
     names = {path.stem.removeprefix("nvidia-made-up-") for path in made[0].glob("*.png")}
     assert names == {
         "latency-delta-plain", "latency-delta-other", "latency-plan-other", "roofline-delta", "tax-plain", "idle",
+        "latency-curve-plain", "roofline-curve",
         "host", "host-plain-r16-s8-t8", "host-wo-a-r16-s8-t1", "memory", "training", "changes",
     }  # fmt: skip
     for path in made[0].glob("*.png"):

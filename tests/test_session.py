@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -125,7 +127,8 @@ sys.path.insert(0, {str(ROOT)!r})
 from bench import session
 made_up = [session.Step("tests", {suite(tmp_path / "suite")!r}, 50, environment={ALONE!r}), session.Step("host", {python("pass")!r}, 1)]
 session.all_steps = lambda *args: made_up
-sys.exit(session.main(["--out", {str(tmp_path / "out")!r}, "--commit", "abc", "--minutes", "2", "--steps", "tests,host"]))
+keep = ["--archive", {str(tmp_path / "all.tar.gz")!r}]
+sys.exit(session.main(["--out", {str(tmp_path / "out")!r}, "--commit", "abc", "--minutes", "2", "--steps", "tests,host", *keep]))
 """
     process = subprocess.Popen(python(program), stdout=subprocess.PIPE, text=True, cwd=ROOT)
     lines = [process.stdout.readline() for _ in range(3)]
@@ -136,7 +139,46 @@ sys.exit(session.main(["--out", {str(tmp_path / "out")!r}, "--commit", "abc", "-
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["session.log"]
     text = (tmp_path / "out" / "session.log").read_text()
     assert text.startswith("commit abc, 2 minutes") and "running when stopped" in text
+    assert packed(tmp_path / "all.tar.gz") == {"out/session.log": text}
     assert (tmp_path / "suite" / "kept.json").exists()
+
+
+def packed(archive: Path) -> dict[str, str]:
+    with tarfile.open(archive) as found:
+        return {member.name: found.extractfile(member).read().decode() for member in found}
+
+
+def test_the_archive_holds_what_is_there_and_not_itself(tmp_path):
+    (tmp_path / "out" / "deeper").mkdir(parents=True)
+    (tmp_path / "out" / "a.json").write_text("{}")
+    (tmp_path / "out" / "deeper" / "b.json").write_text("[]")
+    for archive in (tmp_path / "new folder" / "all.tar.gz", tmp_path / "out" / "all.tar.gz"):
+        for _ in range(2):
+            session.pack(tmp_path / "out", archive)
+    want = {"out/a.json": "{}", "out/deeper/b.json": "[]"}
+    assert packed(tmp_path / "out" / "all.tar.gz") == packed(tmp_path / "new folder" / "all.tar.gz") == want
+    assert [path.name for path in (tmp_path / "new folder").iterdir()] == ["all.tar.gz"]
+
+
+def test_the_archive_has_a_step_when_the_next_begins(tmp_path, monkeypatch):
+    out, archive = tmp_path / "out", tmp_path / "all.tar.gz"
+    look = f"import tarfile; names = tarfile.open({str(archive)!r}).getnames(); print(names); assert 'out/first.json' in names"
+    steps = [
+        session.Step("compile", python(f"open({str(out / 'first.json')!r}, 'w').write('1')"), 5),
+        session.Step("host", python(look), 5),
+        session.Step("tax", python(f"open({str(out / 'last.json')!r}, 'w').write('2'); raise SystemExit(4)"), 5),
+    ]
+    monkeypatch.setattr(session, "all_steps", lambda *args: steps)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        given = ["--out", str(out), "--commit", "abc", "--minutes", "2", "--steps", "compile,host,tax", "--archive", str(archive)]
+        assert session.main(given) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = packed(archive)
+    assert (found["out/first.json"], found["out/last.json"]) == ("1", "2")
+    assert found["out/session.log"] == (out / "session.log").read_text() and "exit status 4" in found["out/session.log"]
+    assert re.search(r"^host +\d+ s  passed", found["out/session.log"], re.M)
 
 
 def test_a_file_that_cannot_be_imported_and_a_worker_that_dies_are_named():

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from . import runs as results
 from .compare import Comparison
 from .pictures import THEME, Picture
-from .tables import columns_and_lines, explanation, tax_columns_and_lines
+from .tables import CURVE_TITLES, columns_and_lines, curve_tables, explanation, tax_columns_and_lines
 
 LIGHT = "".join(f"{variable}:{colour};" for colour, (variable, _) in THEME.items())
 DARK = "".join(f"{variable}:{colour};" for variable, colour in THEME.values())
@@ -104,6 +104,9 @@ def tables_of(found: dict[tuple, dict]) -> str:
                     f"{op}: per cent over the base, linear / base then delta_ ({len(lines)} lines)", table(head, lines)
                 )
             )
+        if op == "curve":
+            titled = zip(CURVE_TITLES, curve_tables(rows))
+            out += [folded(title, table(head, lines)) for title, (head, lines) in titled if lines]
         head, lines = columns_and_lines(rows)
         out.append(folded(f"{op} ({len(lines)} workloads)", table(head, lines)))
     return "".join(out)

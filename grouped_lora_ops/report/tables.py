@@ -32,7 +32,11 @@ FAMILIES = (  # (op, what a workload's name starts with, title)
     ),
     ("expert_delta", "skew-", "`expert_delta`, skewed routing beside uniform routing that moves as many bytes"),
     ("train", "", "Forward and backward"),
-    ("expert_train", "", "`expert_delta`, forward and backward"),
+    ("expert_train", "", "Experts, forward and backward, base frozen: `expert_delta` and (mlp) `expert_mlp`, beside autograd over `grouped_mm`"),
+)
+CURVE_TITLES = (
+    "`delta_` over token counts, no plan given: µs, and how many times the row above",
+    "`delta_`, 64 slots of which 1 is active, ranks of 16 padded to 256, no adapter in the batch: µs, and how many times the batch without that",
 )
 TAX_RANKS = (16, 64)  # of the README's; the report draws all
 
@@ -74,7 +78,10 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
     beside = [("apart_us", "base, then `delta_`", has_apart), ("torch_lora_us", "torch's base and LoRA", has_library)]
     beside = [(key, title) for key, title, there in [*beside, ("parent_us", "ours without LoRA", has_parent)] if there]
     head += [title for _, title in beside]
-    head += [f"{name}, same run" for name in others] + (["peak MiB: ours, torch"] if has_memory else [])
+    head += [f"{name}, same run" for name in others]
+    has_times, has_forward = any_has("times_torch"), any_has("forward_us")
+    head += (["torch / ours"] if has_times else []) + (["forward: ours, torch"] if has_forward else [])
+    head += ["peak MiB: ours, torch"] if has_memory else []
     lines = []
     for name in in_order(rows):
         found = rows[name]
@@ -92,9 +99,13 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
             cells += [cell((ours or {}).get("twin_us")), cell((ours or {}).get("times_twin"), 2)]
         cells += [cell((ours or {}).get(key)) for key, _ in beside]
         cells += [measured(found.get(other)) for other in others]
+        both = [found.get(contender, {}) for contender in ("ours", "torch")]
+        if has_times:
+            cells.append(cell(1 / ours["times_torch"] if ours and ours.get("times_torch") else None, 2))
+        if has_forward:
+            cells.append(", ".join(cell(row.get("forward_us")) for row in both))
         if has_memory:
-            peaks = [found.get(contender, {}).get("peak_mib") for contender in ("ours", "torch")]
-            cells.append(", ".join(cell(peak, 0) for peak in peaks))
+            cells.append(", ".join(cell(row.get("peak_mib"), 0) for row in both))
         lines.append(cells)
     return head, lines
 
@@ -139,6 +150,28 @@ def tax_columns_and_lines(rows: dict[str, dict[str, dict]], ranks: tuple[int, ..
         for (layer, tokens, rank), (bases, texts) in sorted(merged.items())
     ]
     return head, lines
+
+
+def curve_tables(rows: dict[str, dict[str, dict]]) -> list[tuple[list[str], list[list[str]]]]:
+    """Two, each with a line a token count: of every layer, rank and slot count µs and how many times the line above it is; of idle
+    slots, padded ranks and idle batches µs and how many times the row beside it."""
+    found: tuple[dict, dict] = {}, {}
+    for name in in_order(rows):
+        row = rows[name].get("ours")
+        if row is None:
+            continue
+        layer, _, about = results.family(row).partition("-")
+        slots = f"{row['slots']} slot{'' if row['slots'] == 1 else 's'}"
+        column = f"{layer}, {about}" if about else f"{layer} r {row['rank']}, {slots}"
+        times = row.get("times_beside" if about else "jump")
+        text = cell(row["us"]) + ("" if times is None else f" ({times:.2f})")
+        found[bool(about)].setdefault(column, {})[row["T"]] = text
+    made = []
+    for columns in found:
+        counts = sorted({count for column in columns.values() for count in column})
+        lines = [[str(count), *(column.get(count, "–") for column in columns.values())] for count in counts]
+        made.append((["T", *columns], lines))
+    return made
 
 
 def caption(rows: dict[str, dict[str, dict]]) -> str:
@@ -188,6 +221,10 @@ def render(runs: list[dict]) -> str:
         if lines:
             title = "What LoRA adds to the base layer, per cent: `linear` / base, then `delta_`; by adapters that occur in the batch"
             out += [f"**{title}**", "", *markdown(head, lines), "", caption(rows), ""]
+        rows = {name: row for (o, name), row in found.items() if o == "curve"}
+        for title, (head, lines) in zip(CURVE_TITLES, curve_tables(rows)):
+            if lines:
+                out += [f"**{title}**", "", *markdown(head, lines), "", caption(rows), ""]
     return "\n".join(out).strip()
 
 
