@@ -5,7 +5,8 @@
     pytest bench/bench_expert_train.py -k "qwen3-30b-mlp and r16-S1" …     some
 
 `expert_delta` over gate_up and over down, `expert_mlp`: what has gradients is said in `expert_train_workloads`. One CUDA graph
-holds the steps; `us` is forward and backward, `forward_us` the forward alone (in training: with all that it keeps), `peak_mib` what
+holds the steps (where none of torch's ways can be captured, its row's `method` says that they ran eagerly, and ours is compared by
+`eager_us`); `us` is forward and backward, `forward_us` the forward alone (in training: with all that it keeps), `peak_mib` what
 one eager step allocates at its worst moment beyond its inputs. A row of ours also has `times_torch` (the bar, `times_bar`, is
 0.5: half of torch's time) and `given_us`, the step with the plan given, of which it otherwise makes its own twice.
 """
@@ -32,7 +33,7 @@ class Trained:
     def __init__(self, w: workloads.Trained, device: torch.device, tiny: bool):
         self.w, self.device, self.tiny = w, device, tiny
         self.shared = workloads.deltas.shared_inputs(w, device)
-        self.torch_us = None
+        self.torch_us = self.torch_eager_us = None
 
     @cached_property
     def sets(self) -> list[dict]:
@@ -99,15 +100,25 @@ def test_train(case, contender, figure, timer):
     if contender == "torch":
         check(case, ways, sets[0], grad)
     steps = {name: [way.step(t, grad) for t in sets] for name, way in ways.items()}
-    tried = shortlist(timer, steps)
+    dropped, able = {} if contender == "torch" else None, dict(steps)
+    tried = shortlist(timer, able, dropped)
+    captured = bool(able)
+    if not captured:  # no graph can hold any of torch's ways: eager steps between two events, and ours compared eagerly, too
+        tried = {name: timer.eager_us(calls) for name, calls in steps.items()}
     best = min(tried, key=tried.__getitem__) if tried else next(iter(steps))
-    calls, more = steps[best], {"variant": best, "variants": tried, "sets": len(sets)}
-    more["forward_us"] = timer.graph_us([ways[best].only_forward(t) for t in sets])
+    calls, forwards = steps[best], [ways[best].only_forward(t) for t in sets]
+    more = {"variant": best, "variants": tried, "dropped": dropped, "sets": len(sets)}
+    more["forward_us"] = timer.graph_us(forwards) if captured else timer.eager_us(forwards)
     more["peak_mib"], more["eager_us"] = timer.peak_mib(calls[0]), timer.eager_us(calls)
-    if contender == "ours":
-        more["given_us"] = timer.graph_us([case.way(case.plan()).step(t, grad) for t in sets])
-        if case.torch_us:
-            more |= {"times_torch": lambda us: us / case.torch_us, "times_bar": workloads.TIMES_TORCH}
-    us = figure(w, "expert_train", contender, timer.graph(calls), **more)
     if contender == "torch":
-        case.torch_us = us
+        if captured:
+            case.torch_us = figure(w, "expert_train", contender, timer.graph(calls), **more)
+        else:
+            more["method"] = measure.METHOD_EAGER
+            case.torch_eager_us = figure(w, "expert_train", contender, lambda: timer.eager_us(calls, rounds=1), rounds=3, **more)
+        return
+    more["given_us"] = timer.graph_us([case.way(case.plan()).step(t, grad) for t in sets])
+    if case.torch_us or case.torch_eager_us:
+        more["times_bar"] = workloads.TIMES_TORCH
+        more["times_torch"] = lambda us: us / case.torch_us if case.torch_us else more["eager_us"] / case.torch_eager_us
+    figure(w, "expert_train", contender, timer.graph(calls), **more)

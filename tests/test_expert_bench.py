@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import expert_workloads as workloads  # noqa: E402
+from bench import session  # noqa: E402
 from grouped_lora_ops import reference  # noqa: E402
 from grouped_lora_ops.report import tables  # noqa: E402
 
@@ -45,6 +46,14 @@ def test_skewed_routing_has_uniform_twins_of_the_same_bytes(w):
     for twin, share in twins:
         assert 0 < share <= 1 and twin.mix == "uniform" and twin.T <= w.T
         assert (twin.experts, twin.top_k, twin.D, twin.N, twin.rank) == (w.experts, w.top_k, w.D, w.N, w.rank)
+
+
+def test_skewed_routing_is_in_the_sessions_expert_delta_step():
+    """Its -k "not extra" leaves rows out by name."""
+    files, arguments, _, asked_for = session.SUITES["expert_delta"]
+    assert files == "expert_delta" and arguments[:2] == ["-k", "not extra"] and not asked_for
+    assert workloads.SKEWED and not any("extra" in w.name for w in workloads.SKEWED)
+    assert {w.mix for w in workloads.SKEWED} == {"two", "zipf"} and workloads.SKEW_BAR == 1.3
 
 
 def test_the_readme_has_skewed_routing_in_a_table_of_its_own():

@@ -203,6 +203,45 @@ def test_torchs_ways_have_our_gradients_in_our_order(projection, slots):
         check(layer, ways, t, grad)
 
 
+@pytest.mark.parametrize("captures", ["both", "not pairs", "none"])
+def test_what_no_graph_can_hold_is_timed_eagerly_and_said(captures):
+    pytest.importorskip("pytest_benchmark")
+    from bench import bench_expert_train, measure
+
+    rows = {}
+
+    def figure(w, op, contender, round_us, rounds=1, **more):
+        us = round_us()
+        rows[contender] = {key: value(us) if callable(value) else value for key, value in more.items()} | {"us": us}
+        return us
+
+    class Timer(measure.WallTimer):
+        graphs = 0
+
+        def graph(self, calls, flush=True):
+            self.graphs += 1
+            if torchs_turn and (captures == "none" or captures == "not pairs" and self.graphs in (1, 3)):
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().graph(calls, flush)
+
+        def eager_us(self, calls, rounds=3):
+            return super().graph(calls)()
+
+    layer = trained(workload("gate_up").tiny())
+    for contender in who.NAMES:
+        torchs_turn = contender == "torch"
+        bench_expert_train.test_train(layer, contender, figure, Timer(CPU))
+    of_torch, ours = rows["torch"], rows["ours"]
+    assert ours["times_bar"] == 0.5 and "method" not in ours and ours["forward_us"] > 0
+    if captures == "none":
+        assert of_torch["method"] == measure.METHOD_EAGER and len(of_torch["dropped"]) == 4
+        assert ours["times_torch"] == ours["eager_us"] / of_torch["us"]
+        return
+    assert "method" not in of_torch and ours["times_torch"] == ours["us"] / of_torch["us"]
+    assert set(of_torch["dropped"]) == ({"scatter, pairs", "gather, pairs"} if captures == "not pairs" else set())
+    assert set(of_torch["variants"]) | set(of_torch["dropped"]) == set(who.ways("torch", layer.w, layer.shared))
+
+
 def test_pairs_need_fewer_than_1024_groups():
     w = next(w for w in workloads.TRAINING if w.model == "dsv3" and w.slots == 4)
     assert {name.split(", ")[1] for name in who.ways("torch", w, deltas.shared_inputs(w, CPU))} == {"masked"}
