@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import linear_workloads, measure, results, workloads  # noqa: E402
+from bench import curve_workloads, linear_workloads, measure, results, workloads  # noqa: E402
 from grouped_lora_ops.report import runs as result_files  # noqa: E402
 
 # name: floor and bar as the tables print them
@@ -217,6 +217,51 @@ def test_the_taxs_gate_notices_a_wrong_bit(broken, monkeypatch):
 
     monkeypatch.setattr(glo, broken, wrong)
     assert bench_tax.mismatch(w, shared, None, t) == {"linear": "linear", "delta_": "base, then delta_"}[broken]
+
+
+# --- the curve ---
+
+
+def test_the_curves_rows_come_after_those_that_they_are_compared_with():
+    by_name: dict[str, curve_workloads.CurveWorkload] = {}
+    for w in curve_workloads.CURVE:
+        assert w.name not in by_name and bool(w.before) + bool(w.beside) == (w.T > 1 or bool(w.beside))
+        if w.before:
+            before = by_name[w.before]
+            at = curve_workloads.TOKENS.index(w.T)
+            assert (before.T, before.rank, before.slots, before.layout) == (curve_workloads.TOKENS[at - 1], w.rank, w.slots, w.layout)
+        if w.beside:
+            beside = by_name[w.beside]
+            assert (beside.T, beside.layout, beside.rank) == (w.T, w.layout, 16)
+            assert workloads.cost(w, "delta") == ((0, 0) if w.mix == "none" else workloads.cost(beside, "delta"))
+        by_name[w.name] = w
+    assert len(by_name) == 2 * 2 * 2 * 17 + 2 * 3 * 6
+
+
+@pytest.mark.parametrize("broken", ["no plan", "plan"])
+def test_the_curves_gate_notices_a_wrong_bit_with_a_plan_and_without(broken, monkeypatch):
+    import grouped_lora_ops as glo
+    from bench import bench_curve, contenders
+    from bench.conftest import Case
+
+    right = contenders._OURS["delta"]
+
+    def wrong(inputs, is_reference):
+        calls = right(inputs, is_reference)
+        if is_reference or (inputs.plan is None) != (broken == "no plan"):
+            return calls
+
+        def call():
+            calls[0]()
+            inputs.sets[0]["out"][-1, -1] += 1
+
+        return [call]
+
+    case = Case(next(w for w in curve_workloads.CURVES if w.slots == 8 and w.T == 8).tiny(), "delta", torch.device("cpu"), True)
+    plans = [None, glo.plan(case.shared["adapter_ids"], case.w.slots)]
+    assert bench_curve.mismatch(case, plans) is None
+    monkeypatch.setitem(contenders._OURS, "delta", wrong)
+    assert bench_curve.mismatch(case, plans).endswith(", plan given") == (broken == "plan")
 
 
 # --- the suites themselves, tiny, on the CPU ---
