@@ -98,7 +98,8 @@ def test_no_further_from_float64_than_cublas(dtype, tokens):
     both = torch.ops.grouped_lora.delta(x, a, b, ids, scalings, base)
     got = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings)
     error, other = ((t.double() - exact).abs() for t in (got, both))
-    assert error.mean() <= other.mean() and error.max() <= 1.1 * other.max()
+    # 12,288 numbers: the mean of two equally good sums differs by 1 % by chance
+    assert error.mean() <= 1.02 * other.mean() and error.max() <= 1.1 * other.max()
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 100, 300, 2000])
