@@ -24,7 +24,7 @@ from .launch import (
     tile_count,
 )
 
-ROUTE, PLAN = 0, 1  # as in kernels.expert_tile
+ROUTE, PLAN, EXPERT = 0, 1, 2  # as in kernels.expert_tile
 ROUTE_LIMIT = 128  # up to here a program takes one route and no plan is read: few routes share an expert, and a plan costs 3 µs
 RANK_LIMIT = 4096  # up to here a route's place is counted against all others: M²/132 comparisons a multiprocessor
 COUNT_LIMIT = 2048  # (expert, slot) pairs up to which programs count them in a row of scratch each
@@ -45,6 +45,7 @@ class ExpertProblem:
     in_features: int
     out_features: int  # of one group
     rank: int
+    mixed: bool = False  # tokens name their adapters, one of several: an expert's routes have different ones
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,9 @@ class ExpertLinearConfig:
     block_k: int
     rank_block: int
     n_first: bool  # neighbouring programs share a tile of routes (x comes from the cache), not a block of W
+    block_e: int  # EXPERT: experts and the masked routes, padded
+    slot_stages: int  # EXPERT: pipeline depth of the loop over a tile's adapters
+    prefetch: bool  # EXPERT: B is called into the L2 before the base
     precision: str
     num_warps: int
     num_stages: int
@@ -349,17 +353,23 @@ def delta(p: ExpertProblem) -> ExpertDeltaConfig:
     return ExpertDeltaConfig(None, shrink(p), expand(p))
 
 
-def linear_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertLinearConfig:
-    mode, tiles, rows, block_m = _tiles(p, block_m)
+def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **changes) -> ExpertLinearConfig:
+    """mixed: tiles of an expert's routes whatever their slots, of any height; else the plan's."""
+    if mixed and needs_plan(p.routes):
+        mode, rows = EXPERT, 16
+    else:
+        mode, _, rows, block_m = _tiles(p, block_m)
     chosen = dict(
         mode=mode,
-        tiles=tiles,
         plan_rows=rows,
         block_m=block_m,
         block_n=64,
         block_k=128,
         rank_block=rank_block(max(p.rank, 1), p.itemsize),
         n_first=True,
+        block_e=max(16, power_of_2(p.experts + 1)) if mode == EXPERT else 16,
+        slot_stages=2,  # three spill
+        prefetch=mode == EXPERT and block_m <= 32 and 0 < p.rank * p.itemsize <= 128,
         precision=precision(p.itemsize),
         num_warps=4,
         num_stages=4,
@@ -369,36 +379,91 @@ def linear_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertLinearC
     if p.itemsize == 4:
         chosen.update(block_n=min(chosen["block_n"], 64), block_k=32, num_stages=min(chosen["num_stages"], 3))
         chosen["block_m"] = min(block_m, 64)
-    chosen["tiles"] = tiles * (block_m // chosen["block_m"])
+    if mode == EXPERT:
+        tiles = p.experts + cdiv(p.routes, chosen["block_m"])
+    else:
+        tiles = _tiles(p, chosen["block_m"])[1]
     if narrow(p.arch):
         chosen["block_n"] = min(chosen["block_n"], 128)
         chosen["num_stages"] = min(chosen["num_stages"], 3)
-    return ExpertLinearConfig(**chosen)
+    return ExpertLinearConfig(tiles=tiles, **chosen)
+
+
+def rows_of_expert(p: ExpertProblem) -> float:
+    """Routes of an expert that occurs, for evenly spread ids, whatever their slots."""
+    return p.routes / max(1, min(p.routes, p.experts))
+
+
+def linear_cost(p: ExpertProblem, c: ExpertLinearConfig, columns: int) -> float:
+    """What a configuration's tiles of one expert cost, in products of a row with a column of W; evenly spread ids.
+
+    A tile multiplies its rows, filled or not, by W and by B of each adapter in it, for h's high and low halves. Reading its
+    blocks of W and x (once for `columns` columns) takes as long as the products of `read` rows: the L2 gives 5.5 TB/s, the
+    matrix units 550 TFLOP/s. The plan's tiles have one slot each; an expert's have the slots that follow one another in it.
+    """
+    rows, height = rows_of_expert(p), c.block_m
+    slots = p.slots * (1 - (1 - 1 / p.slots) ** rows)
+    if c.mode == EXPERT:
+        runs, length, adapters = 1.0, rows, min(slots, 1 + (slots - 1) * height / rows)
+    else:
+        runs, length, adapters = slots, rows / slots, 1.0
+    tiles = runs * max(1.0, length / height + 0.5)
+    read = 100 if p.itemsize == 2 else 25
+    return tiles * (p.in_features * (height + read * (1 + height / columns)) + 2 * p.rank * adapters * height)
 
 
 def linear(p: ExpertProblem, transposed: bool = False) -> ExpertLinearConfig:
-    """A stream of W with many loads in flight while an expert has few routes; tiles for the matrix units from 16 on.
+    """A stream of W with many loads in flight while a tile has few routes; tiles for the matrix units from 16 on.
 
-    transposed: W's rows run along y, as in the gradient of x: blocks of 256 spill there.
+    Where an expert's routes have several adapters its tiles may be cut without regard to them, so that W is read once for
+    all. transposed: W's rows run along y, as in the gradient of x: blocks of 256 spill there.
     """
-    rows, wide = rows_each(p), p.rank <= 64 and not transposed
+    pairs = _linear(p, rows_each(p), transposed, False)
+    if not p.mixed or not needs_plan(p.routes):
+        return pairs
+    mixed = _linear(p, rows_of_expert(p), transposed, True)
+    return min(mixed, pairs, key=lambda c: linear_cost(p, c, c.block_n))
+
+
+def _linear(p: ExpertProblem, rows: float, transposed: bool, mixed: bool) -> ExpertLinearConfig:
+    """By the routes that a tile could have. Adapters that meet in a tile cost a second accumulator (two of 128 × 256 spill)."""
+    two, wide = mixed and p.rank > 0, p.rank <= 64 and not transposed
     if rows < 16:
-        return linear_with(p, 16, block_n=64, block_k=128, num_stages=5)
-    if rows < 96:
-        return linear_with(p, 64, block_n=128, block_k=64, num_warps=8 if transposed else 4, num_stages=4)
-    return linear_with(
-        p, 128 if rows >= 256 and p.rank <= 64 else 64, block_n=256 if wide else 128, block_k=64, num_warps=8, num_stages=3
-    )
+        return linear_with(p, 16, mixed, block_n=64, block_k=128, num_stages=5)
+    if two and p.itemsize == 4:
+        return linear_with(p, 64, mixed, block_n=32, num_warps=8)
+    if rows < 96 or (two and p.rank > 64):
+        warps = 8 if transposed or (two and p.rank > 64) else 4
+        return linear_with(p, 64, mixed, block_n=128, block_k=64, num_warps=warps, num_stages=4)
+    if two:
+        if p.rank <= 16 and not transposed:
+            return linear_with(p, 64, mixed, block_n=256, block_k=64, num_warps=8, num_stages=3)
+        return linear_with(p, 128, mixed, block_n=128, block_k=64, num_warps=8, num_stages=4)
+    height = 128 if rows >= 256 and p.rank <= 64 else 64
+    return linear_with(p, height, mixed, block_n=256 if wide else 128, block_k=64, num_warps=8, num_stages=3)
 
 
 def gate_up(p: ExpertProblem) -> ExpertLinearConfig:
-    """As `linear`, half as wide: a program holds gate and up. 4 warps spill past rank 64."""
-    rows = rows_each(p)
+    """As `linear`, half as wide: a program holds gate and up."""
+    pairs = _gate_up(p, rows_each(p), False)
+    if not p.mixed or not needs_plan(p.routes):
+        return pairs
+    mixed = _gate_up(p, rows_of_expert(p), True)
+    return min(mixed, pairs, key=lambda c: linear_cost(p, c, c.block_n * p.groups))
+
+
+def _gate_up(p: ExpertProblem, rows: float, mixed: bool) -> ExpertLinearConfig:
+    """4 warps spill past rank 64, three accumulators of 128 × 128 everywhere."""
+    two = mixed and p.rank > 0
     if rows < 16:
-        return linear_with(p, 16, block_n=32, block_k=128, num_stages=5)
+        return linear_with(p, 16, mixed, block_n=32, block_k=128, num_stages=5)
+    if two and p.itemsize == 4:
+        return linear_with(p, 64, mixed, block_n=32, num_warps=8)
     if rows < 96 or p.rank > 64 or narrow(p.arch):
-        return linear_with(p, 64, block_n=64, block_k=64, num_warps=8 if p.rank > 64 else 4, num_stages=4)
-    return linear_with(p, 128 if rows >= 256 else 64, block_n=128, block_k=64, num_warps=8, num_stages=3)
+        return linear_with(p, 64, mixed, block_n=64, block_k=64, num_warps=8 if p.rank > 64 else 4, num_stages=4)
+    if two:
+        return linear_with(p, 64, mixed, block_n=128, block_k=64, num_warps=8, num_stages=4)
+    return linear_with(p, 128 if rows >= 256 else 64, mixed, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
 def wgrad(p: ExpertProblem) -> ExpertWgradConfig:

@@ -36,7 +36,8 @@ def force(monkeypatch):
     """force("plan fused") makes the launch choice at sizes that would choose otherwise.
 
     plan: tiles come from a plan at any number of routes. fused, split, whole: delta in one launch, or two with the sum
-    over D cut or not. tall: plan tiles of 64 routes, kernels of 32, several blocks of N a program.
+    over D cut or not. tall: plan tiles of 64 routes, kernels of 32, several blocks of N a program. mixed: base and delta
+    over tiles of an expert, whatever the slots; without it (and with a plan) over the plan's tiles.
     """
 
     def apply(how: str):
@@ -60,6 +61,17 @@ def force(monkeypatch):
                 return launch_experts.ExpertDeltaConfig(launch_experts.fused_with(p, m, block_n=32), None, None)
             return launch_experts.ExpertDeltaConfig(None, shrink(p), expand(p))
 
+        def linear(p, transposed=False):
+            if "mixed" in words:
+                return launch_experts.linear_with(p, 16, True, block_n=32, block_k=64)
+            return launch_experts._linear(p, launch_experts.rows_each(p), transposed, False)
+
+        def gate_up(p):
+            return linear(p) if "mixed" in words else launch_experts._gate_up(p, launch_experts.rows_each(p), False)
+
+        if "plan" in words:
+            for name, choice in (("linear", linear), ("gate_up", gate_up)):
+                monkeypatch.setattr(launch_experts, name, choice)
         if len(words) > ("plan" in words):
             for name, choice in (("shrink", shrink), ("expand", expand), ("delta", delta)):
                 monkeypatch.setattr(launch_experts, name, choice)
@@ -97,8 +109,8 @@ def build(
     poison=True, seed=0, halves="",
     bias=False,
 ):  # fmt: skip
-    """shared: "a" and "b" name factors that all experts share; halves: "w" and "b" name weight and bias where they have
-    an axis of halves. poison: NaN in what no route may read."""
+    """adapters: random ones, these, or none named. shared: "a" and "b" name factors that all experts share; halves: "w" and "b"
+    name weight and bias where they have an axis of halves. poison: NaN in what no route may read."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(bound, *shape):
@@ -112,6 +124,8 @@ def build(
     b = integers(1 if half else 3, slots, eb, *((2, out // 2) if form == "halves of B" else (out,)), rank)
     ids_t = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator) if ids is None else torch.tensor(ids)
     adapters_t = torch.randint(-1, slots, (tokens,), generator=generator) if adapters else None
+    if isinstance(adapters, list):
+        adapters_t = torch.tensor(adapters)
     scalings = torch.tensor([1.0, 0.5, -2.0])[:slots]
     weights_t = torch.tensor([1.0, -0.5, 2.0]).repeat(routes)[:routes] if weights else None
     ranks_t = torch.tensor([rank, rank // 2, 1][:slots], dtype=torch.int32) if ranks else None

@@ -9,27 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_experts import ExpertLinearConfig, cdiv
-from .expert_expand import load_b, load_h
+from .expert_linear import fetch_slots, slot_rows
 from .expert_rows import ACTIVATIONS, activate
-from .expert_tile import expert_tile
+from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile
+from .mixed import mixed_rows, slot_rank, slots_of_rows
 from .shrink import strides
-from .tile import dot, dot_split, launch, round_to, scaled, split, unit_axis, vector_width
-
-
-@triton.jit
-def half_delta(
-    acc, h, b_base, h_rows, scaling, n, n_in, b_n, b_r, inside, rank, load_rank, R, h_c,
-    CHUNKS: tl.constexpr, H_VEC: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc + (scaling · h) Bᵀ."""
-    for block in tl.static_range(R_BLOCKS):
-        r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
-        h_tile = load_h(h, h_rows, inside, rank, R, h_c, block * BLOCK_R, CHUNKS, H_VEC, BLOCK_R)
-        high, low, scale = split(scaled(h_tile, scaling), DTYPE)
-        acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
-    return acc
+from .tile import dot, launch, round_to, unit_axis, vector_width
 
 
 @triton.jit
@@ -56,22 +41,21 @@ def gate_up_kernel(
     PLAN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     R_BLOCKS: tl.constexpr, N_FIRST: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr, W_VEC: tl.constexpr,
     W_UNIT: tl.constexpr, H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr,
-    N_VEC: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    N_VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Axes as in `expert_linear_kernel`, x's (m, d), out's (m, n) with n side by side. GROUPS: 2 for gate and up, 1 for an
     ungated activation. Masked routes get zeros."""
     n_size = N * N_VEC
     n_blocks = tl.cdiv(n_size, BLOCK_N)
-    if N_FIRST:
-        tile = tl.program_id(0) // n_blocks
-        n_block = tl.program_id(0) % n_blocks
+    tile, n_block = program_tile(n_blocks, N_FIRST)
+    MIXED: tl.constexpr = MODE == EXPERT
+    if MIXED:
+        expert, rows, inside = expert_rows(tile, plan, M, E, BLOCK_M, BLOCK_E)
     else:
-        tiles = tl.num_programs(0) // n_blocks
-        tile = tl.program_id(0) % tiles
-        n_block = tl.program_id(0) // tiles
-    expert, slot, rows, inside = expert_tile(
-        tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
-    )
+        expert, slot, rows, inside = expert_tile(
+            tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
+        )
     if expert > E:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -103,6 +87,14 @@ def gate_up_kernel(
         tl.store(o_ptrs, tl.zeros((BLOCK_M, BLOCK_N), OUT), mask=o_mask)
         return
     wide_expert = expert.to(tl.int64)
+    if h is not None and MIXED:
+        bucket, first, order, count = slots_of_rows(adapters, rows // K, inside, s_t, L, BLOCK_M)
+        b_offset = wide_expert * (b_e * B_VEC)
+        if PREFETCH:
+            b_rows = b + b_offset + tl.where(n_in, n, 0) * b_n
+            fetch_slots(b_rows, bucket, first, order, count, b_l * B_VEC)
+            if GROUPS == 2:
+                fetch_slots(b_rows + b_g * B_VEC, bucket, first, order, count, b_l * B_VEC)
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     k = tl.arange(0, BLOCK_K)
@@ -126,25 +118,30 @@ def gate_up_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if h is not None:
-        if slot < L:
-            rank = R
-            if ranks is not None:
-                rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
-            load_rank = rank
-            if B_UNIT == 4:
-                load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
+        if MIXED:
+            gate = mixed_rows(
+                h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m, 0, b_l, b_offset,
+                b_n, b_r, gate, CHUNKS, BLOCK_M, BLOCK_R, R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4, STAGES, PRECISION,
+            )  # fmt: skip
+            if GROUPS == 2:
+                up = mixed_rows(
+                    h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m, h_g * H_VEC,
+                    b_l, b_offset + b_g * B_VEC, b_n, b_r, up, CHUNKS, BLOCK_M, BLOCK_R, R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4,
+                    STAGES, PRECISION,
+                )  # fmt: skip
+        elif slot < L:
+            rank, load_rank = slot_rank(ranks, slot, R, B_VEC, B_UNIT == 4)
             b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + wide_expert * (b_e * B_VEC)
             h_rows = (wide_rows // h_div) * (h_m * H_VEC)
             scaling = tl.load(scalings + slot)
-            DTYPE: tl.constexpr = b.dtype.element_ty
-            gate = half_delta(
+            gate = slot_rows(
                 gate, h, b_base, h_rows, scaling, n, n_in, b_n, b_r, inside, rank, load_rank, R, h_c,
-                CHUNKS, H_VEC, BLOCK_R, R_BLOCKS, DTYPE, PRECISION,
+                CHUNKS, H_VEC, BLOCK_R, R_BLOCKS, b.dtype.element_ty, PRECISION,
             )  # fmt: skip
             if GROUPS == 2:
-                up = half_delta(
+                up = slot_rows(
                     up, h, b_base + b_g * B_VEC, h_rows + h_g * H_VEC, scaling, n, n_in, b_n, b_r, inside, rank, load_rank,
-                    R, h_c, CHUNKS, H_VEC, BLOCK_R, R_BLOCKS, DTYPE, PRECISION,
+                    R, h_c, CHUNKS, H_VEC, BLOCK_R, R_BLOCKS, b.dtype.element_ty, PRECISION,
                 )  # fmt: skip
     HAS_BIAS: tl.constexpr = bias is not None
     c = bias
@@ -220,7 +217,7 @@ def gate_up(
             groups, 1 if h is None else h.shape[0], ACTIVATIONS[activation], limit is not None, config.mode, config.plan_rows,
             config.block_m, config.block_n, config.block_k, config.rank_block, max(1, cdiv(rank, config.rank_block)),
             config.n_first, x_vec, x_unit, w_vec, w_unit, h_vec, b_vec, b_unit, o_vec, n_vec,
-            features % config.block_k == 0, config.precision, pdl,
+            features % config.block_k == 0, config.block_e, config.slot_stages, config.prefetch and b_unit == 4, config.precision, pdl,
         ),
         config.num_warps,
         config.num_stages,

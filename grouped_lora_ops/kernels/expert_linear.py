@@ -6,9 +6,10 @@ from torch import Tensor
 
 from ..launch_experts import ExpertLinearConfig, cdiv
 from .expert_expand import load_b, load_h
-from .expert_tile import expert_tile
+from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile
+from .mixed import mixed_rows, nth_slot, slot_rank, slots_of_rows
 from .shrink import strides
-from .tile import dot, dot_split, launch, round_to, scaled, split, unit_axis, vector_width
+from .tile import dot, dot_split, launch, prefetch, round_to, scaled, split, unit_axis, vector_width
 
 NONE = tl.constexpr(0)
 IN_SUM = tl.constexpr(1)  # y = (sum + bias) · weight, rounded once
@@ -38,6 +39,29 @@ def base_rows(
     return acc
 
 
+@triton.jit
+def slot_rows(
+    acc, h, b_base, h_rows, scaling, n, n_in, b_n, b_r, inside, rank, load_rank, R, h_c,
+    CHUNKS: tl.constexpr, H_VEC: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + (scaling · h) Bᵀ of a tile of one slot."""
+    for block in tl.static_range(R_BLOCKS):
+        r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
+        h_tile = load_h(h, h_rows, inside, rank, R, h_c, block * BLOCK_R, CHUNKS, H_VEC, BLOCK_R)
+        high, low, scale = split(scaled(h_tile, scaling), DTYPE)
+        acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def fetch_slots(b_rows, bucket, first, order, count, b_l):
+    """Call the tile's adapters' rows of B into the L2, 128 bytes of each: they are wanted behind the base, all at once."""
+    for i in range(count):
+        prefetch(b_rows + nth_slot(bucket, first, order, i).to(tl.int64) * b_l)
+
+
 @triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "D", "N", "R", "x_div", "h_div", "i_t", "i_k", "s_t", "r_m",
                                "x_m", "x_g", "x_d", "w_e", "w_g", "w_n", "w_d", "h_c", "h_m", "h_g",
                                "b_l", "b_e", "b_g", "b_n", "b_r", "c_e", "c_g", "c_n", "o_m", "o_g", "o_n"),
@@ -53,7 +77,8 @@ def expert_linear_kernel(
     PLAN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     R_BLOCKS: tl.constexpr, N_FIRST: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr, W_VEC: tl.constexpr,
     W_UNIT: tl.constexpr, H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr,
-    O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scaling multiplies h, so that delta and base need one accumulator (two of 128 × 256 spill), which keeps its bits where
     h or b is zero.
@@ -61,22 +86,20 @@ def expert_linear_kernel(
     x's axes (m, g, d), w's (e, g, n, d), h's (chunk, m, g, r), b's (l, e, g, n, r), bias's (e, g, n), out's (m, g, n).
 
     Unit axes: 2 for x and out; 3 (d) or 2 (n) for w; 4 (r) or 3 (n) for b; −1 for none. h None: no LoRA, by the same
-    code. SUM_GROUPS: y sums over so many groups of x and w (and H_GROUPS of h and b): the gradient of x. N_FIRST:
-    neighbouring programs share a tile of routes, not a block of W.
+    code. SUM_GROUPS: y sums over so many groups of x and w (and H_GROUPS of h and b): the gradient of x. Mode EXPERT: W
+    is read once for all adapters that meet in a tile.
     """
     n_size = N * N_VEC
     n_blocks = tl.cdiv(n_size, BLOCK_N)
-    if N_FIRST:
-        tile = tl.program_id(0) // n_blocks
-        n_block = tl.program_id(0) % n_blocks
-    else:
-        tiles = tl.num_programs(0) // n_blocks
-        tile = tl.program_id(0) % tiles
-        n_block = tl.program_id(0) // tiles
+    tile, n_block = program_tile(n_blocks, N_FIRST)
     group = tl.program_id(1)
-    expert, slot, rows, inside = expert_tile(
-        tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
-    )
+    MIXED: tl.constexpr = MODE == EXPERT
+    if MIXED:
+        expert, rows, inside = expert_rows(tile, plan, M, E, BLOCK_M, BLOCK_E)
+    else:
+        expert, slot, rows, inside = expert_tile(
+            tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
+        )
     if expert > E:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -110,6 +133,11 @@ def expert_linear_kernel(
         tl.store(o_ptrs, tl.zeros((BLOCK_M, BLOCK_N), OUT), mask=o_mask)
         return
     wide_expert = expert.to(tl.int64)
+    if h is not None and MIXED:
+        bucket, first, order, count = slots_of_rows(adapters, rows // K, inside, s_t, L, BLOCK_M)
+        b_offset = wide_expert * (b_e * B_VEC) + group * (b_g * B_VEC)
+        if PREFETCH:
+            fetch_slots(b + b_offset + tl.where(n_in, n, 0) * b_n, bucket, first, order, count, b_l * B_VEC)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for s in tl.static_range(SUM_GROUPS):
         acc = base_rows(
@@ -119,28 +147,25 @@ def expert_linear_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if h is not None:
-        if slot < L:
-            rank = R
-            if ranks is not None:
-                rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
-            load_rank = rank
-            if B_UNIT == 4:
-                load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
+        if MIXED:
+            for s in tl.static_range(H_GROUPS):
+                acc = mixed_rows(
+                    h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m,
+                    (group + s) * (h_g * H_VEC), b_l, b_offset + s * (b_g * B_VEC), b_n, b_r, acc, CHUNKS, BLOCK_M, BLOCK_R,
+                    R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4, STAGES, PRECISION,
+                )  # fmt: skip
+        elif slot < L:
+            rank, load_rank = slot_rank(ranks, slot, R, B_VEC, B_UNIT == 4)
             b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + wide_expert * (b_e * B_VEC) + group * (b_g * B_VEC)
             h_rows = (wide_rows // h_div) * (h_m * H_VEC) + group * (h_g * H_VEC)
-            DTYPE: tl.constexpr = b.dtype.element_ty
             scaling = 1.0
             if scalings is not None:
                 scaling = tl.load(scalings + slot)
             for s in tl.static_range(H_GROUPS):
-                for block in tl.static_range(R_BLOCKS):
-                    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-                    b_tile = load_b(b_base + s * (b_g * B_VEC), n, n_in, r, b_n, b_r, rank, load_rank)
-                    h_tile = load_h(
-                        h, h_rows + s * (h_g * H_VEC), inside, rank, R, h_c, block * BLOCK_R, CHUNKS, H_VEC, BLOCK_R
-                    )
-                    high, low, scale = split(scaled(h_tile, scaling), DTYPE)
-                    acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
+                acc = slot_rows(
+                    acc, h, b_base + s * (b_g * B_VEC), h_rows + s * (h_g * H_VEC), scaling, n, n_in, b_n, b_r, inside, rank,
+                    load_rank, R, h_c, CHUNKS, H_VEC, BLOCK_R, R_BLOCKS, b.dtype.element_ty, PRECISION,
+                )  # fmt: skip
     if weights is not None:
         weight = tl.load(weights + wide_rows * r_m, mask=inside, other=0.0).to(tl.float32)[:, None]
     if BIAS != NONE:
@@ -222,7 +247,8 @@ def linear(
             sum_groups, h_groups, 1 if h is None else h.shape[0], 0 if bias is None else 2 if staged else 1, config.mode,
             config.plan_rows, config.block_m, config.block_n, config.block_k, config.rank_block,
             max(1, cdiv(rank, config.rank_block)), config.n_first, x_vec, x_unit, w_vec, w_unit, h_vec, b_vec, b_unit, o_vec,
-            o_unit, n_vec, features % config.block_k == 0, config.precision, pdl,
+            o_unit, n_vec, features % config.block_k == 0, config.block_e, config.slot_stages, config.prefetch and b_unit == 4,
+            config.precision, pdl,
         ),
         config.num_warps,
         config.num_stages,

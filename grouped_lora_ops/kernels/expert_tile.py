@@ -1,10 +1,24 @@
-"""The routes of one tile: one (expert, adapter slot) pair's."""
+"""The routes of one tile: one (expert, adapter slot) pair's, or one expert's whatever their slots."""
 
 import triton
 import triton.language as tl
 
 ROUTE = tl.constexpr(0)  # few routes: a tile is one route, its ids are read on the spot
 PLAN = tl.constexpr(1)  # the plan's tiles
+EXPERT = tl.constexpr(2)  # runs of one expert's routes in the plan's order: few slots meet in a tile
+
+
+@triton.jit
+def program_tile(n_blocks, N_FIRST: tl.constexpr):
+    """(tile, block of N) of a program; N_FIRST: neighbouring programs share a tile of routes, not a block of W."""
+    if N_FIRST:
+        tile = tl.program_id(0) // n_blocks
+        n_block = tl.program_id(0) % n_blocks
+    else:
+        tiles = tl.num_programs(0) // n_blocks
+        tile = tl.program_id(0) % tiles
+        n_block = tl.program_id(0) // tiles
+    return tile, n_block
 
 
 @triton.jit
@@ -52,3 +66,24 @@ def expert_tile(
         empty = (pair < 0) | (expert > E) | (start + (tile % PARTS) * BLOCK_M >= end)
         expert = tl.where(empty, E + 1, expert)
     return expert, slot, rows, inside
+
+
+@triton.jit
+def expert_rows(tile, plan, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """(expert, rows [BLOCK_M], inside [BLOCK_M]) of one tile of mode EXPERT, as `expert_tile` has them.
+
+    An expert's tiles begin at number start // BLOCK_M + expert: never below the last of the expert before, so that no
+    program adds up the experts' tiles. Numbers that are left out have no routes; there are E + ⌈M / BLOCK_M⌉ in all.
+    """
+    experts = tl.arange(0, BLOCK_E)
+    starts = tl.load(plan + M + experts - 1, mask=(experts > 0) & (experts <= E), other=0)
+    expert = tl.sum(((experts <= E) & (starts // BLOCK_M + experts <= tile)).to(tl.int32), 0) - 1
+    start = tl.load(plan + M + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(plan + M + expert, mask=expert < E, other=M)
+    place = start + (tile - start // BLOCK_M - expert) * BLOCK_M
+    want = place + tl.arange(0, BLOCK_M)
+    inside = (want < end) & (want >= 0) & (want < M)
+    rows = tl.load(plan + want, mask=inside, other=0)
+    inside = inside & (rows >= 0) & (rows < M)
+    expert = tl.where(place >= end, E + 1, expert)
+    return expert, rows, inside

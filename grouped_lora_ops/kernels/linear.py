@@ -10,6 +10,7 @@ from ..launch_linear import LinearConfig, cdiv
 from .expand import load_h
 from .expert_expand import load_b
 from .expert_linear import base_rows
+from .mixed import mixed_rows, nth_slot, slot_rank, slots_of_rows
 from .shrink import strides
 from .tile import (
     SINGLE,
@@ -54,62 +55,6 @@ def base_pieces(
         x_ptrs += BLOCK_K * x_d
         w_ptrs += BLOCK_K * w_d
     return whole + acc
-
-
-@triton.jit
-def slots_of_rows(ids, rows, inside, ids_stride, L, BLOCK_M: tl.constexpr):
-    """(bucket, first, order, count): rows' slots, L for none; which rows are the first of their slot, their numbers, how many."""
-    lanes = tl.arange(0, BLOCK_M)
-    ident = tl.load(ids + rows * ids_stride, mask=inside, other=-1)
-    bucket = tl.where((ident >= 0) & (ident < L), ident, L).to(tl.int32)
-    earlier = (bucket[None, :] == bucket[:, None]) & (lanes[None, :] < lanes[:, None])
-    first = (bucket < L) & (tl.sum(earlier.to(tl.int32), 1) == 0)
-    count = first.to(tl.int32)
-    return bucket, first, tl.cumsum(count, 0) - 1, tl.sum(count, 0)
-
-
-@triton.jit
-def nth_slot(bucket, first, order, i):
-    return tl.max(tl.where(first & (order == i), bucket, 0), 0)
-
-
-@triton.jit
-def mixed_rows(
-    h, b, ranks, scalings, bucket, first, order, count, wide_rows, n, n_in, L, R, h_c, h_t, h_offset, b_l, b_offset, b_n, b_r,
-    acc, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr, H_VEC: tl.constexpr,
-    B_VEC: tl.constexpr, B_UNIT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc + scaling · h Bᵀ where every row has an adapter of its own: the tile times each adapter's B, of which a row keeps
-    its own adapter's, so that no other B reaches it, whatever it holds."""
-    live = bucket < L
-    row_ranks = tl.where(live, R, 0)
-    if ranks is not None:
-        row_ranks = tl.minimum(tl.maximum(tl.load(ranks + bucket, mask=live, other=0), 0), R)
-    scaling = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if scalings is not None:
-        scaling = tl.load(scalings + bucket, mask=live, other=0.0)
-    vectors = tl.minimum((row_ranks + H_VEC - 1) // H_VEC * H_VEC, R // H_VEC * H_VEC)
-    for block in tl.static_range(R_BLOCKS):
-        r = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        ptrs = h + h_offset + wide_rows[:, None] * (h_t * H_VEC) + r[None, :]
-        mask = r[None, :] < vectors[:, None]
-        h_tile = tl.load(ptrs, mask=mask, other=0.0)
-        for c in tl.static_range(1, CHUNKS):
-            h_tile += tl.load(ptrs + c * (h_c * H_VEC), mask=mask, other=0.0)
-        h_tile = tl.where(r[None, :] < row_ranks[:, None], scaled(h_tile, scaling[:, None]), 0.0)
-        high, low, scale = split(h_tile, b.dtype.element_ty)
-        for i in tl.range(0, count, num_stages=STAGES):
-            slot = nth_slot(bucket, first, order, i)
-            rank = R
-            if ranks is not None:
-                rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
-            load_rank = rank
-            if B_UNIT == 3:
-                load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
-            b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + b_offset
-            b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
-            acc = tl.where((bucket == slot)[:, None], dot_split(high, low, scale, b_tile, acc, PRECISION), acc)
-    return acc
 
 
 @triton.jit
@@ -253,7 +198,7 @@ def linear_kernel(
                 acc = mixed_rows(
                     h, b, ranks, scalings, bucket, first, order, count, wide_rows, n, n_in, L, R, h_c, h_t,
                     h_base + s * (h_g * H_VEC), b_l, b_base + s * (b_g * B_VEC), b_n, b_r, acc, CHUNKS, BLOCK_M, BLOCK_R, R_BLOCKS,
-                    H_VEC, B_VEC, B_UNIT, STAGES, PRECISION,
+                    H_VEC, B_VEC, B_UNIT == 3, STAGES, PRECISION,
                 )  # fmt: skip
         elif slot < L:
             if MODE == SINGLE:  # rows without the adapter leave before it comes: 0 · Inf of its B would be NaN
@@ -262,12 +207,7 @@ def linear_kernel(
                 if tl.max(idle.to(tl.int32), 0) > 0:
                     write(acc, c_base, c_n, o_base, rows, n, o_t * O_VEC, o_n, idle, n_in)
                 written = active
-            rank = R
-            if ranks is not None:
-                rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
-            load_rank = rank
-            if B_UNIT == 3:
-                load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
+            rank, load_rank = slot_rank(ranks, slot, R, B_VEC, B_UNIT == 3)
             scaling = 1.0
             if scalings is not None:
                 scaling = tl.load(scalings + slot)

@@ -57,8 +57,9 @@ def routing(ids: Tensor, adapters: Tensor | None, experts: int, slots: int, plan
 def problem(t: Tensor, to: Routing, groups: int, a_groups: int, in_features: int, out_features: int, rank: int):
     arch, sms = common.facts(t)
     return launch_experts.ExpertProblem(
-        arch, sms, t.element_size(), to.routes, to.experts, to.slots, groups, a_groups, in_features, out_features, rank
-    )
+        arch, sms, t.element_size(), to.routes, to.experts, to.slots, groups, a_groups, in_features, out_features, rank,
+        to.slots > 1 and to.adapters is not None,
+    )  # fmt: skip
 
 
 def in_dtype(t: Tensor | None, x: Tensor) -> Tensor | None:
