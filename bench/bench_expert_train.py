@@ -38,7 +38,8 @@ class Trained:
     @cached_property
     def sets(self) -> list[dict]:
         """As many as read more than the L2 holds, two at most; half of the free memory is for the check and the steps."""
-        count, free, size = measure.sets_for(workloads.cost(self.w)[0], most=2), free_bytes(self.device), workloads.bytes_per_set(self.w)
+        free, size = free_bytes(self.device), workloads.bytes_per_set(self.w)
+        count = measure.sets_for(workloads.cost(self.w)[0], most=2)
         if free is not None and size > free / 2:
             pytest.skip(f"{size / 1e9:.0f} GB of tensors, and as much for the check, do not fit this GPU")
         return [workloads.random_set(self.w, self.device, seed) for seed in range(count)]
@@ -103,7 +104,7 @@ def test_train(case, contender, figure, timer):
     dropped, able = {} if contender == "torch" else None, dict(steps)
     tried = shortlist(timer, able, dropped)
     captured = bool(able)
-    if not captured:  # no graph can hold any of torch's ways: eager steps between two events, and ours compared eagerly, too
+    if not captured:  # no graph can hold any of torch's ways: eager steps between two events, ours compared so, too
         tried = {name: timer.eager_us(calls) for name, calls in steps.items()}
     best = min(tried, key=tried.__getitem__) if tried else next(iter(steps))
     calls, forwards = steps[best], [ways[best].only_forward(t) for t in sets]
@@ -115,7 +116,9 @@ def test_train(case, contender, figure, timer):
             case.torch_us = figure(w, "expert_train", contender, timer.graph(calls), **more)
         else:
             more["method"] = measure.METHOD_EAGER
-            case.torch_eager_us = figure(w, "expert_train", contender, lambda: timer.eager_us(calls, rounds=1), rounds=3, **more)
+            case.torch_eager_us = figure(
+                w, "expert_train", contender, lambda: timer.eager_us(calls, rounds=1), rounds=3, **more
+            )
         return
     more["given_us"] = timer.graph_us([case.way(case.plan()).step(t, grad) for t in sets])
     if case.torch_us or case.torch_eager_us:

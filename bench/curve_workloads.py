@@ -49,11 +49,21 @@ def _beside() -> list[CurveWorkload]:
         for tokens in BESIDE_TOKENS:
             one, eight = name(layer, 16, 1, tokens), name(layer, 16, 8, tokens)
             rows += [
-                CurveWorkload(f"{layer}-active1of64-r16-S64-T{tokens}", tokens, rank=16, slots=64, mix="one", beside=one, **shape),
                 CurveWorkload(
-                    f"{layer}-r16in256-r256-S8-T{tokens}", tokens, rank=256, slots=8, true_ranks=(16,), beside=eight, **shape
+                    f"{layer}-active1of64-r16-S64-T{tokens}", tokens, rank=16, slots=64, mix="one", beside=one, **shape
                 ),
-                CurveWorkload(f"{layer}-idle-r16-S8-T{tokens}", tokens, rank=16, slots=8, mix="none", beside=eight, **shape),
+                CurveWorkload(
+                    f"{layer}-r16in256-r256-S8-T{tokens}",
+                    tokens,
+                    rank=256,
+                    slots=8,
+                    true_ranks=(16,),
+                    beside=eight,
+                    **shape,
+                ),
+                CurveWorkload(
+                    f"{layer}-idle-r16-S8-T{tokens}", tokens, rank=16, slots=8, mix="none", beside=eight, **shape
+                ),
             ]
     return rows
 

@@ -72,7 +72,9 @@ def ways(contender: str, w: Trained, shared: dict) -> dict[str, Way]:
     def prepared(t):
         made = {name: value for name, value in t.items() if "lora" not in name}
         for part, prefix in parts:
-            made |= dict(zip(factor_names(part, prefix), as_torch_wants(part, t[f"{prefix}lora_a"], t[f"{prefix}lora_b"])))
+            made |= dict(
+                zip(factor_names(part, prefix), as_torch_wants(part, t[f"{prefix}lora_a"], t[f"{prefix}lora_b"]))
+            )
         return made
 
     def in_order(grads):

@@ -120,7 +120,9 @@ def integer_set(w: Trained, device: torch.device) -> dict[str, Tensor]:
     else:
         made = deltas.integer_set(w, device)
         generator = torch.Generator(device).manual_seed(2)  # wider, so that h is beyond 256 where D is 768, too
-        made["x"] = torch.randint(-3, 4, made["x"].shape, device=device, dtype=torch.int8, generator=generator).to(w.dtype)
+        made["x"] = torch.randint(-3, 4, made["x"].shape, device=device, dtype=torch.int8, generator=generator).to(
+            w.dtype
+        )
     return with_router_weights(w, made, weights)
 
 
@@ -134,7 +136,10 @@ def _layers_integers(w: TrainedLayer, device: torch.device) -> dict[str, Tensor]
               "down_weight": hidden // 4, "down_lora_a": inner // 8, "down_lora_b": hidden // 8}  # fmt: skip
     made, quarter = layers.integer_set(w, device, one_in=one_in), w.rank // 4
     a_rank, b_rank = slice(quarter), slice(quarter, 2 * quarter)
-    for name in ("gate_up_weight", "gate_up_lora_b"):  # half a step of gate, by a scaling of ½, must leave silu exact, too
+    for name in (
+        "gate_up_weight",
+        "gate_up_lora_b",
+    ):  # half a step of gate, by a scaling of ½, must leave silu exact, too
         made[name][:, :, :inner].mul_(2) if "lora" in name else made[name][:, :inner].mul_(2)
     for prefix, larger in (("gate_up_", 32), ("down_", 64)):
         a, b = made[f"{prefix}lora_a"], made[f"{prefix}lora_b"]
@@ -151,7 +156,15 @@ def exact_answer(w: Trained, t: dict, shared: dict, grad: Tensor) -> tuple[Tenso
     ids, given = shared["expert_ids"], (shared["adapter_ids"], shared["scalings"])
     if w.projection == "mlp":
         args = (t["x"], ids, t["topk_weights"], t["gate_up_weight"], t["down_weight"], *(t[n] for n in FACTORS), *given)
-        options = (None, None, "swiglu", None, "post_down", None, None)  # biases, activation, its limit, placement, ranks, plan
+        options = (
+            None,
+            None,
+            "swiglu",
+            None,
+            "post_down",
+            None,
+            None,
+        )  # biases, activation, its limit, placement, ranks, plan
         y, h1 = glo.reference.expert_mlp_train(*args, router_weight="post_down")
         needs = [True, True, False, False, True, True, True, True, False, False]
         grads = glo.reference.expert_mlp_backward(grad, h1, *args, *options, needs)
@@ -160,7 +173,9 @@ def exact_answer(w: Trained, t: dict, shared: dict, grad: Tensor) -> tuple[Tenso
     x, a, b, base = (t[name].double() for name in ("x", "lora_a", "lora_b", "base"))
     y = glo.reference.expert_delta(x, a, b, ids, *given, base=base, row_weights=weights)
     needs = [True, True, True, weights is not None]
-    dx, da, db, dw = glo.reference.expert_delta_backward(grad.double(), x, a, b, ids, *given, weights, None, None, needs)
+    dx, da, db, dw = glo.reference.expert_delta_backward(
+        grad.double(), x, a, b, ids, *given, weights, None, None, needs
+    )
     wide = (y, dx, da, db, grad.double())
     return (*(part.to(w.dtype) for part in wide), *(() if dw is None else (dw,)))
 
