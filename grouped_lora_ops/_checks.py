@@ -18,6 +18,7 @@ CHECK_IDS = os.environ.get("GROUPED_LORA_CHECK", "0") == "1"
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CPU_DTYPES = (*_GPU_DTYPES, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
+SCALE_DTYPES = (torch.float32, *[getattr(torch, n) for n in ("float8_e8m0fnu",) if hasattr(torch, n)])
 
 
 class Dims(NamedTuple):
@@ -271,9 +272,13 @@ def delta(op: str, x, lora_a, lora_b, adapter_ids, scalings, base, out_sizes, ra
     return dims
 
 
-def linear(op: str, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan) -> Dims:
+def linear(op: str, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, weight_scale=None) -> Dims:
     dims = delta(op, x, lora_a, lora_b, adapter_ids, scalings, None, out_sizes, ranks, plan)
-    _same_dtype(op, "weight", weight, "x", x)
+    if weight.dtype == torch.float8_e4m3fn:
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            fail(op, "x", "bfloat16 or float16 beside a weight of float8_e4m3fn", dtype_name(x.dtype))
+    else:
+        _same_dtype(op, "weight", weight, "x", x)
     if bias is not None and bias.dtype not in (x.dtype, torch.float32):
         fail(op, "bias", f"{dtype_name(x.dtype)} like x, or float32", dtype_name(bias.dtype))
     _device(op, "x", x, weight=weight, bias=bias)
@@ -281,7 +286,32 @@ def linear(op: str, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_
     for name, t, wanted in (("weight", weight, [*rows, dims.in_features]), ("bias", bias, rows)):
         if t is not None and list(t.shape) != wanted:
             fail(op, name, f"{wanted} to match x {shape(x)} and lora_b {shape(lora_b)}", shape(t))
+    _weight_scale(op, weight, weight_scale)
     return dims
+
+
+def _weight_scale(op: str, weight: Tensor, scale: Tensor | None) -> None:
+    if weight.dtype != torch.float8_e4m3fn:
+        if scale is not None:
+            must = f"None beside a weight of {dtype_name(weight.dtype)} (a scale belongs to float8_e4m3fn)"
+            fail(op, "weight_scale", must, shape(scale))
+        return
+    blocks = [*weight.shape[:-2], *[(size + 127) // 128 for size in weight.shape[-2:]]]
+    form = f"{blocks}, a scale for every block of 128 x 128 of weight {shape(weight)}"
+    if scale is None:
+        fail(op, "weight_scale", form, None)
+    if scale.dtype not in SCALE_DTYPES:
+        fail(op, "weight_scale", " or ".join([dtype_name(d) for d in SCALE_DTYPES]), dtype_name(scale.dtype))
+    _device(op, "weight", weight, weight_scale=scale)
+    if list(scale.shape) != blocks:
+        fail(op, "weight_scale", form, shape(scale))
+
+
+def frozen_scaled(op: str, weight: Tensor, scale: Tensor | None) -> None:
+    """ValueError for an 8-bit weight, or its scale, that requires grad: there is no gradient to give it."""
+    for name, t in (("weight", weight), ("weight_scale", scale)):
+        if scale is not None and t.requires_grad:
+            raise ValueError(f"grouped_lora.{op}: {name} must not require grad, an 8-bit weight is frozen; detach it.")
 
 
 def plan(op: str, adapter_ids: Tensor, num_slots: int) -> None:

@@ -15,6 +15,7 @@ ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its 
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
+SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
 
@@ -47,6 +48,11 @@ def rank_block(rank: int, itemsize: int) -> int:
 def shared_memory(arch: str) -> int:
     """Bytes of shared memory a block may have."""
     return {"sm_80": 163, "sm_87": 163, "sm_90": 227, "sm_100": 227, "sm_103": 227}.get(arch, 99) * KB
+
+
+def has_e4m3(arch: str) -> bool:
+    """Whether Triton knows the type there."""
+    return int(arch.removeprefix("sm_")) >= 89
 
 
 def linear_with(p: Problem, mode: int, block_m: int, **changes) -> LinearConfig:
@@ -134,6 +140,31 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     return linear_with(
         p, mode, block_m, block_n=block_n, block_k=64, num_warps=warps, num_stages=3 if wide else 4
     )
+
+
+def scaled_with(p: Problem, mode: int, block_m: int, **changes) -> LinearConfig:
+    """`linear_with` for an e4m3 weight: 128 columns of D a step, W a byte each and once more converted."""
+    config = linear_with(p, mode, block_m, **changes, block_k=16)
+    converted = 2 * config.block_n * SCALE_BLOCK
+    room = shared_memory(p.arch) - 8 * KB - 2 * 2 * block_m * config.rank_block - converted
+    stages = room // ((2 * block_m + config.block_n) * SCALE_BLOCK)
+    wanted = changes.get("num_stages", 4)
+    return replace(config, block_k=SCALE_BLOCK, num_stages=max(2, min(wanted, stages)))
+
+
+def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
+    """As `linear` for an e4m3 weight. A step's sum is apart from the accumulator: 128 × 256 does not fit into registers, and
+    where bytes are converted by integers 128 rows do not either. A stream's steps hold half the bytes, so more are under way.
+    """
+    wgmma = has_pdl(p.arch) and shared_memory(p.arch) > 200 * KB  # which reads W, converted, from shared memory
+    if p.tokens <= STREAM_TOKENS:
+        block_m = max(16, power_of_2(p.tokens))
+        block_n = 64 if p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
+        warps = 8 if block_m == 64 and not wgmma else 4
+        return scaled_with(p, ROWS, block_m, block_n=block_n, num_warps=warps, num_stages=12)
+    config = linear(p, transposed, fp16)
+    block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
+    return scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
 
 
 def _programs(p: Problem, block_m: int, block_n: int) -> int:

@@ -32,8 +32,10 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
-UNALIGNED = ("ids", "plan", "ranks", "scalings", "counts")  # the kernels do not specialise on their alignment
+UNALIGNED = ("scales", "ids", "plan", "ranks", "scalings", "counts")  # the kernels do not specialise on their alignment
 # dtype, T, L, r, ranks given, out_sizes: decode, scan, plan, one adapter, prefill
 CASES = [
     (torch.bfloat16, 8, 1, 64, True, None),
@@ -92,6 +94,7 @@ def compiled(job, capability: int) -> dict:
         "wide": ptx.count("cp.async.cg.shared.global") + len(re.findall(r"ld\.global[.a-z0-9:]*\.v4\.b32", ptx)),
         "narrow": len(re.findall(r"ld\.global[.a-z0-9:]*\.b16", ptx)) + ptx.count("cp.async.ca.shared.global"),
         "before wait": len(re.findall(r"\b(?:ld|st|atom|red)\.global|cp\.async", ptx.split("griddepcontrol.wait")[0])),
+        "k widths": sorted(set(re.findall(r"kWidth = (\d+)", result.asm["ttgir"]))),
         "narrow stores": len(re.findall(r"st\.global[.a-z0-9:]*\.b16", ptx)),
         **options,
     }

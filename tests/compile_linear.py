@@ -29,8 +29,16 @@ CASES = [
     (torch.float32, 64, 8, 64, True, None),
     (torch.float32, 1024, 8, 64, True, None),
 ]
+# the same with an e4m3 weight
+SCALED = [
+    (torch.bfloat16, 8, 8, 16, True, None),
+    (torch.bfloat16, 8192, 8, 64, True, None),
+    (torch.bfloat16, 64, 8, 64, True, None),
+    (torch.float16, 1024, 8, 64, True, None),
+    (torch.bfloat16, 1024, 64, 16, True, [2048, 256, 200]),
+]
 QUICK = 2
-BACKWARD = 4  # of so many also the gradient of x
+BACKWARD = 4  # of so many also the gradient of x, of half as many with an e4m3 weight
 
 
 def main(arch: str, sms: int, quick: bool) -> None:
@@ -39,19 +47,27 @@ def main(arch: str, sms: int, quick: bool) -> None:
         importlib.import_module(f"grouped_lora_ops.kernels.{name}").launch = lambda *args, **kw: None
     importlib.import_module("grouped_lora_ops.kernels.linear").launch = record
     ops = importlib.import_module("grouped_lora_ops.ops.linear")
-    for i, (dtype, tokens, slots, rank, ranks, sizes) in enumerate(CASES[:QUICK] if quick else CASES):
+    for cases, scaled in ((CASES, False), (SCALED, True)):
+        record_cases(ops, cases[:QUICK] if quick else cases, scaled, quick)
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(lambda job: compiled(job, int(arch.removeprefix("sm_"))), jobs.values()):
+            print(json.dumps(line), flush=True)
+
+
+def record_cases(ops, cases: list, scaled: bool, quick: bool) -> None:
+    for i, (dtype, tokens, slots, rank, ranks, sizes) in enumerate(cases):
         groups, features, out = (len(sizes) if sizes else 4), 4096, (sum(sizes),) if sizes else (4, 1024)
         x = torch.empty((tokens, features) if sizes else (tokens, groups, features), dtype=dtype)
         a = torch.empty((slots, groups, rank, features) if sizes else (slots, rank, features), dtype=dtype)
         weight, b, y = (torch.empty(s, dtype=dtype) for s in ((*out, features), (slots, *out, rank), (tokens, *out)))
         ids, scalings = torch.zeros(tokens, dtype=torch.int32), torch.ones(slots)
         ranks = torch.full((slots,), rank, dtype=torch.int32) if ranks else None
-        ops._cuda(x, weight, a, b, ids, scalings, None, sizes, ranks)
-        if not quick and i < BACKWARD:
-            ops._backward_cuda(y, x, weight, a, b, ids, scalings, None, sizes, ranks, None, [True] + [False] * 4)
-    with ThreadPoolExecutor(2) as pool:
-        for line in pool.map(lambda job: compiled(job, int(arch.removeprefix("sm_"))), jobs.values()):
-            print(json.dumps(line), flush=True)
+        scale = None
+        if scaled:
+            weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(*out[:-1], -(-out[-1] // 128), features // 128)
+        ops._cuda(x, weight, a, b, ids, scalings, None, sizes, ranks, None, scale)
+        if not quick and i < BACKWARD // (2 if scaled else 1):
+            ops._backward_cuda(y, x, weight, a, b, ids, scalings, None, sizes, ranks, None, [True] + [False] * 4, scale)
 
 
 if __name__ == "__main__":

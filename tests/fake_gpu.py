@@ -21,6 +21,7 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
 STREAM = 0x57
@@ -86,7 +87,8 @@ class FakeGpu:
                 values.append(constants[i])
             elif kind[0] == "*":
                 address = ctypes.c_uint64.from_address(parameters[next(numbers)]).value
-                values.append(self.tensors[address])
+                t = self.tensors[address]
+                values.append(t.view(torch.uint8) if kind == "*u8" else t)
                 assert POINTERS[values[-1].dtype] == kind
             else:
                 values.append(C_TYPES[kind].from_address(parameters[next(numbers)]).value)

@@ -6,7 +6,7 @@ import torch
 from cases import assert_equal, build, rounded
 
 from grouped_lora_ops import launch, reference
-from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with
+from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with, scaled_with
 
 # How rows are tiled: as they come (in one tile or several), or sorted by slot, by a scan of the ids or from a plan.
 WAYS = {
@@ -15,6 +15,16 @@ WAYS = {
     "slots": lambda p: linear_with(p, launch.row_mode(p.tokens, p.slots), 16, block_n=32, tile_group=1),
     "sorted": lambda p: linear_with(p, SORTED, 16, block_n=64),
     "plan": lambda p: linear_with(p, launch.SINGLE if p.slots == 1 else launch.PLAN, 32),
+}
+
+
+# the same for e4m3 weights
+SCALED_WAYS = {
+    "rows": lambda p: scaled_with(p, ROWS, 64, block_n=32),
+    "short rows": lambda p: scaled_with(p, ROWS, 16, block_n=64, tile_group=2),
+    "slots": lambda p: scaled_with(p, launch.row_mode(p.tokens, p.slots), 16, block_n=32, tile_group=1),
+    "sorted": lambda p: scaled_with(p, SORTED, 16, block_n=128, num_warps=8),
+    "plan": lambda p: scaled_with(p, launch.SINGLE if p.slots == 1 else launch.PLAN, 32),
 }
 
 
@@ -74,3 +84,43 @@ def leaves_of(c, weight, bias):
 def call(leaves, c, plan=None, **kw):
     x, weight, a, b, bias = leaves
     return torch.ops.grouped_lora.linear(x, weight, a, b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, plan, **kw)
+
+
+# --- e4m3 weights with a scale for every block of 128 × 128 ---
+
+
+def blocks_of(weight):
+    return [*weight.shape[:-2], *[-(-n // 128) for n in weight.shape[-2:]]]
+
+
+def spread(scale, weight):
+    """scale for each element of weight, float64."""
+    wide = scale.float().double().repeat_interleave(128, -1).repeat_interleave(128, -2)
+    return wide[..., : weight.shape[-2], : weight.shape[-1]]
+
+
+def scaled_case(form="wo_a", dtype=torch.bfloat16, e8m0=False, **kw):
+    """(case, e4m3 weight, scale, bias): integers that e4m3 holds, and powers of two."""
+    c, weight, bias = case(form, dtype, **kw)
+    generator = torch.Generator().manual_seed(11)
+    scale = 2.0 ** torch.randint(-1, 2, blocks_of(weight), generator=generator).float()
+    scale = scale.to(torch.float8_e8m0fnu) if e8m0 else scale
+    return c, weight.to(torch.float8_e4m3fn), scale.to(weight.device), bias
+
+
+def random_scaled(device, dtype=torch.bfloat16, tokens=40, features=300, out=200, integers=False, **kw):
+    """`random_case` with an e4m3 weight and scales that are no powers of two. integers: x and weight, and a delta of 0."""
+    x, weight, a, b, ids, scalings, bias = random_case(device, dtype, tokens, features=features, out=out, **kw)
+    g = torch.Generator().manual_seed(3)
+    if integers:
+        x, weight = (x * 4).round(), (weight * 4).round()
+        b = b * 0
+    scale = torch.rand(blocks_of(weight), generator=g).add_(0.1).to(device)
+    return x, weight.to(torch.float8_e4m3fn), scale, a, b, ids, scalings, bias
+
+
+def check_scaled(kernels, c, weight, scale, bias=None, what="", plan=None):
+    want = want_linear(c, weight.double() * spread(scale, weight), bias)
+    kw = dict(weight_scale=scale)
+    assert_equal(reference.linear(c.x, weight, *c.factors[1:], bias=bias, **c.kw, **kw), want, f"reference {what}")
+    assert_equal(kernels.linear(*arguments(c, weight, bias, plan), scale), want, what)

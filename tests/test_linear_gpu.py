@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import DTYPES, assert_bits
-from linear_cases import WAYS, call, case, check, random_case
+from linear_cases import (
+    SCALED_WAYS,
+    WAYS,
+    call,
+    case,
+    check,
+    check_scaled,
+    random_case,
+    random_scaled,
+    scaled_case,
+    spread,
+)
 
 from grouped_lora_ops import launch, launch_linear, reference
-from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with
+from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with, scaled_with
 from grouped_lora_ops.ops import common, prepared
 
 pytestmark = pytest.mark.gpu
@@ -189,5 +200,134 @@ def test_it_never_waits_for_the_device():
         try:
             y = torch.ops.grouped_lora.linear(*args, bias)
             torch.autograd.grad(y.sum(), leaves)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# --- e4m3 weights with a scale for every block of 128 × 128 ---
+
+scaled_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@scaled_dtypes
+def test_scaled_exact_at_real_sizes(kernels, dtype):
+    for form, tokens, slots, rank, e8m0 in (
+        ("wo_a", 1, 8, 16, True),
+        ("wo_a", 8, 8, 64, False),
+        ("plain", 64, 64, 64, True),
+        ("wo_a", 100, 3, 64, False),
+        ("slices", 1024, 8, 16, False),
+        ("slices of grouped x", 300, 3, 16, True),
+        ("wo_a", 4000, 1, 64, False),
+        ("shared input", 4000, 4, 64, True),
+        ("wo_a", 8192, 8, 64, False),
+    ):
+        c, weight, scale, bias = scaled_case(
+            form, dtype, e8m0, tokens=tokens, slots=slots, groups=4, features=1024, out=512, rank=rank, ranks=True,
+            sizes=[512, 128, 72], device="cuda",
+        )  # fmt: skip
+        what = f"{form} {tokens} {slots} {rank}"
+        check_scaled(kernels, c, weight, scale, bias, what)
+        wide = c.wide()
+        tail = (c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, [True] + [False] * 4)
+        c.grad_y.clamp_(-2, 2)
+        exact = weight.double() * spread(scale, weight)
+        want = reference.linear_backward(c.grad_y.double(), wide.x, exact, wide.a, wide.b, *tail[:2], bias.double(), *tail[3:])[0]
+        got = kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail, scale)[0]
+        assert torch.equal(got, want.float().to(dtype)), what
+
+
+@scaled_dtypes
+@pytest.mark.parametrize("rank, slots", [(16, 5), (64, 1), (200, 5)])
+def test_a_scaled_rows_bits_are_its_own(dtype, rank, slots):
+    """Alone, in T = 7 … 5000 (mma below 64 rows, wgmma from there), from a plan, in another order: the same bits of y and dx."""
+    linear = torch.ops.grouped_lora.linear
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled(
+        "cuda", dtype, 5000, 2048, 512, slots=slots, groups=4, rank=rank
+    )
+    grad = torch.randn_like(x[..., :512])
+
+    def run(rows, ids, plan=None):
+        leaf = x[rows].requires_grad_()
+        y = linear(leaf, weight, a, b, ids, scalings, bias, None, None, plan, scale)
+        return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
+
+    batch = run(slice(None), ids)
+    order = torch.randperm(5000, device="cuda")
+    for got, want in zip(run(slice(None), ids, torch.ops.grouped_lora.plan(ids, slots)), batch):
+        assert_bits(got, want, "with a plan")
+    parts = [slice(1, 2), slice(0, 7), slice(0, 20), slice(0, 64), slice(0, 65), slice(9, 300), slice(1, 1025), order]
+    for rows in parts:
+        for got, want in zip(run(rows, ids[rows]), batch):
+            assert_bits(got, want[rows], f"rows {rows}")
+    parent = linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias, None, None, None, scale)
+    assert_bits(batch[0][ids < 0], parent[ids < 0], "without an adapter")
+    for rows in (slice(0, 5), slice(0, 64), slice(0, 200), slice(None)):
+        zero = linear(x[rows], weight, a, b * 0, ids[rows], scalings, bias, None, None, None, scale)
+        assert_bits(zero, parent[rows], f"zero adapters, rows {rows}")
+
+
+@scaled_dtypes
+def test_every_scaled_choice_gives_the_same_bits(dtype, monkeypatch):
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled("cuda", dtype, 300, 1000, 500, slots=3, rank=48)
+    weight_t = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    args = (a, b, ids, scalings, bias, None, None, None, scale)
+    want = torch.ops.grouped_lora.linear(x, weight, *args)
+    choices = {
+        **SCALED_WAYS,
+        "tall": lambda p: scaled_with(p, launch.PLAN, 128, block_n=128, num_warps=8),
+        "tall rows": lambda p: scaled_with(p, ROWS, 128, block_n=64, num_warps=8),
+        "stream": lambda p: scaled_with(p, ROWS, 16, block_n=32, num_stages=12, prefetch=True),
+    }
+    for name, choose in choices.items():
+        monkeypatch.setattr(launch_linear, "scaled", lambda p, *_, choose=choose: choose(p))
+        common.configured.cache_clear()
+        prepared.forget()
+        assert_bits(torch.ops.grouped_lora.linear(x, weight, *args), want, name)
+        assert_bits(torch.ops.grouped_lora.linear(x, weight_t, *args), want, f"{name}, transposed")
+
+
+@scaled_dtypes
+@pytest.mark.parametrize("tokens", [8, 64, 1000])
+def test_scaled_is_nearer_to_float64_than_a_dequantised_weight(dtype, tokens):
+    x, weight, scale, a, b, ids, scalings, _ = random_scaled("cuda", dtype, tokens, 4096, 512, slots=3, rank=16)
+    exact_weight = weight.double() * spread(scale, weight)
+    exact = reference.linear(x.double(), exact_weight, a.double(), b.double(), ids, scalings)
+    base = torch.bmm(x.transpose(0, 1), exact_weight.to(dtype).mT).transpose(0, 1)
+    both = torch.ops.grouped_lora.delta(x, a, b, ids, scalings, base)
+    got = torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, None, None, None, None, scale)
+    error, other = ((t.double() - exact).abs() for t in (got, both))
+    assert error.mean() < other.mean() and error.max() <= other.max()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_scaled_replays_follow_the_weight_its_scales_and_ids(tokens):
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled("cuda", torch.bfloat16, tokens, 1024, 256, slots=6, groups=4)
+
+    def step():
+        return torch.ops.grouped_lora.linear(x, weight, a, b, ids, scalings, bias, None, None, None, scale)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for other in (ids.flip(0), torch.full_like(ids, -1), torch.full_like(ids, 5)):
+        ids.copy_(other)
+        scale.mul_(1.25)
+        weight.view(torch.uint8).bitwise_xor_(128)
+        graph.replay()
+        assert_bits(y.clone(), step())
+
+
+def test_scaled_never_waits_for_the_device():
+    for tokens in (8, 100, 2000):
+        x, weight, scale, a, b, ids, scalings, bias = random_scaled("cuda", tokens=tokens, features=512)
+        scale = scale.to(torch.float8_e8m0fnu)
+        leaves = [t.requires_grad_() for t in (x, a, b)]
+        args = (x, weight, a, b, ids, scalings, bias, None, None, None, scale)
+        torch.ops.grouped_lora.linear(*args).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.autograd.grad(torch.ops.grouped_lora.linear(*args).sum(), leaves)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -1,6 +1,7 @@
 """y = x Wᵀ + scaling · h Bᵀ + bias in one accumulator: a program per (tile of rows, block of N, group)."""
 
 import math
+from itertools import accumulate
 
 import triton
 import triton.language as tl
@@ -11,6 +12,7 @@ from .expand import load_h
 from .expert_expand import load_b
 from .expert_linear import base_rows
 from .mixed import mixed_rows, nth_slot, slot_rank, slots_of_rows
+from .scaled import scaled_rows
 from .shrink import strides
 from .tile import (
     SINGLE,
@@ -65,26 +67,30 @@ def write(acc, bias, c_n, out, rows, n, o_t, o_n, written, n_in):
     tl.store(ptrs, round_to(acc, out.dtype.element_ty), mask=written[:, None] & n_in[None, :])
 
 
-@triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "w_g", "w_n", "w_d", "h_c", "h_t",
-                               "h_g", "b_l", "b_g", "b_n", "b_r", "c_g", "c_n", "o_t", "o_g", "o_n"),
-            do_not_specialize_on_alignment=("ids", "plan", "ranks", "scalings", "bias"))  # fmt: skip
+@triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "w_g", "w_n", "w_d", "s_g", "s_n",
+                               "s_d", "h_c", "h_t", "h_g", "b_l", "b_g", "b_n", "b_r", "c_g", "c_n", "o_t", "o_g", "o_n"),
+            do_not_specialize_on_alignment=("scales", "ids", "plan", "ranks", "scalings", "bias"))  # fmt: skip
 def linear_kernel(
-    x, w, h, b, bias, out, ids, plan, ranks, scalings,
+    x, w, scales, h, b, bias, out, ids, plan, ranks, scalings,
     T: "i32", L: "i32", D: "i32", N: "i32", R: "i32", ids_stride: "i64",
-    x_t: "i64", x_g: "i64", x_d: "i64", w_g: "i64", w_n: "i64", w_d: "i64", h_c: "i64", h_t: "i64", h_g: "i64",
-    b_l: "i64", b_g: "i64", b_n: "i64", b_r: "i64", c_g: "i64", c_n: "i64", o_t: "i64", o_g: "i64", o_n: "i64",
+    x_t: "i64", x_g: "i64", x_d: "i64", w_g: "i64", w_n: "i64", w_d: "i64", s_g: "i64", s_n: "i64", s_d: "i64",
+    h_c: "i64", h_t: "i64", h_g: "i64", b_l: "i64", b_g: "i64", b_n: "i64", b_r: "i64", c_g: "i64", c_n: "i64",
+    o_t: "i64", o_g: "i64", o_n: "i64",
     SIZES: tl.constexpr, D_SIZES: tl.constexpr, SUM_GROUPS: tl.constexpr, H_GROUPS: tl.constexpr, CHUNKS: tl.constexpr,
     MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     R_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, TILE_GROUP: tl.constexpr, X_VEC: tl.constexpr,
     X_UNIT: tl.constexpr, W_VEC: tl.constexpr, W_UNIT: tl.constexpr, H_VEC: tl.constexpr, B_VEC: tl.constexpr,
     B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ONE_SCALE: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x's axes (t, g, d), w's (g, n, d), h's (chunk, t, g, r) with unit last stride, b's (l, g, n, r), bias's (g, n), out's
-    (t, g, n). Unit axes: 2 for x and out; 2 (d) or 1 (n) for w; 3 (r) or 2 (n) for b; −1 for none.
+    """x's axes (t, g, d), w's (g, n, d), scales' (g, block of n, of d), h's (chunk, t, g, r) with unit last stride, b's
+    (l, g, n, r), bias's (g, n), out's (t, g, n). Unit axes: 2 for x and out; 2 (d) or 1 (n) for w; 3 (r) or 2 (n) for b; −1 for none.
 
     The delta joins the base's accumulator behind D's last element, so that a zero h or B leaves its bits, and h, which the
     kernel ahead is still making, is wanted late. Scaling multiplies h: one accumulator is enough.
+
+    scales None: w has x's type. Else it is e4m3 (or its bytes) with a scale for each block of 128 × 128, counted from w's first
+    row and column; ONE_SCALE: a program's columns lie in one row of blocks.
 
     h None: no LoRA, by the same code. SIZES: group g is that slice of w's, b's, bias's and out's N axis. D_SIZES: group g
     is that slice of x's and w's D axis. SUM_GROUPS, H_GROUPS: y sums over so many groups of x and w, of h and b. N, SIZES
@@ -167,6 +173,18 @@ def linear_kernel(
         x_base += start_d * X_VEC * x_d
         w_base += start_d * X_VEC * w_d
         D = size_d * X_VEC
+    if scales is not None:
+        skip = 0
+        s_base = scales + w_group * s_g
+        if D_SIZES is not None:  # a slice may begin inside a block
+            skip = (start_d * X_VEC) % BLOCK_K
+            s_base += (start_d * X_VEC) // BLOCK_K * s_d
+            x_base -= skip * x_d
+            w_base -= skip * w_d
+        if ONE_SCALE:
+            s_rows = (n_start + n_block * BLOCK_N) // BLOCK_K * s_n
+        else:
+            s_rows = n // BLOCK_K * s_n
     b_base = w_group * (b_g * B_VEC)
     MIXED: tl.constexpr = MODE == ROWS or MODE == SORTED
     if h is not None and MIXED:
@@ -180,6 +198,11 @@ def linear_kernel(
         x_s, w_s = x_base + s * (x_g * X_VEC), w_base + s * (w_g * W_VEC)
         if x.dtype.element_ty == tl.float32:
             acc = base_pieces(x_s, w_s, D, x_d, w_d, wide_rows * (x_t * X_VEC), n * w_n, inside, n_in, acc, BLOCK_K, PRECISION)
+        elif scales is not None:
+            acc = scaled_rows(
+                x_s, w_s, s_base + s * s_g, skip, skip + D, x_d, w_d, s_d, wide_rows * (x_t * X_VEC), n * w_n, s_rows, inside, n_in,
+                acc, EVEN_K, BLOCK_K, ONE_SCALE, PRECISION,
+            )  # fmt: skip
         else:
             acc = base_rows(
                 x_s, w_s, D, x_d, w_d, wide_rows * (x_t * X_VEC), n * w_n, inside, n_in, acc, BLOCK_K, EVEN_K, PRECISION
@@ -228,7 +251,8 @@ def linear_kernel(
 def linear(
     name: str,
     x: Tensor,  # [T, G or 1, D]
-    w: Tensor,  # [G or 1, N, D]
+    w: Tensor,  # [G or 1, N, D]; e4m3 or its bytes with scales
+    scales: Tensor | None,  # [G or 1, ⌈N/128⌉, ⌈D/128⌉] float32, or e8m0's bytes
     h: Tensor | None,  # [chunks, T, G or 1, r] float32 with unit last stride
     b: Tensor | None,  # [L, G or 1, N, r]
     bias: Tensor | None,  # [G, N]
@@ -243,20 +267,20 @@ def linear(
     summed: bool,  # out has one group: the sum over the groups of x and w, and of h and b
     config: LinearConfig,
 ) -> None:
-    """Write out = x Wᵀ + scaling · h Bᵀ + bias."""
+    """Write out = x Wᵀ + scaling · h Bᵀ + bias, W = w · scales."""
     tokens, groups, out_features = out.shape
     features = w.shape[2] if d_sizes is None else x.shape[2]
     rank = 0 if h is None else h.shape[3]
     x_unit, w_unit, o_unit = unit_axis(x, 2), unit_axis(w, 2, 1), unit_axis(out, 2)
     x_vec = vector_width(x, x_unit, features)
     w_vec = vector_width(w, w_unit, features if w_unit == 2 else out_features)
-    if w_unit == 2:
+    if w_unit == 2 and scales is None:
         x_vec = w_vec = min(x_vec, w_vec)
     even = features % config.block_k == 0
     if d_sizes is not None:
         x_vec = math.gcd(x_vec, *d_sizes)
         if w_unit == 2:
-            w_vec = x_vec
+            w_vec = min(w_vec, x_vec)
         even = all(size % config.block_k == 0 for size in d_sizes)
     o_vec = vector_width(out, o_unit, out_features)
     b_unit, b_vec, h_vec, hs, bs = -1, 1, 1, (0,) * 4, (0,) * 4
@@ -272,19 +296,22 @@ def linear(
     if h is not None:
         hs, bs = strides(h, 3, h_vec), strides(b, b_unit, b_vec)
     xs, ws, os_ = strides(x, x_unit, x_vec), strides(w, w_unit, w_vec), strides(out, o_unit, o_vec)
+    ss = (0, 0, 0) if scales is None else (0 if scales.shape[0] == 1 else scales.stride(0), *scales.stride()[1:])
     n_blocks = cdiv(out_features, config.block_n)
+    one_scale = scales is not None and config.block_n <= 128
     if sizes is not None:
         n_blocks = sum([cdiv(size, config.block_n) for size in sizes])
+        one_scale = one_scale and all(start % config.block_n == 0 for start in accumulate(sizes[:-1]))
     pdl = config.pdl and h is not None  # behind the shrink alone: another kernel that lets us start early may be writing x
     launch(
         name,
         linear_kernel,
         (config.tiles * n_blocks, groups, 1),
         (
-            x, w, h, b, bias, out, ids, plan, ranks, scalings,
+            x, w, scales, h, b, bias, out, ids, plan, ranks, scalings,
             tokens, slots, features // x_vec if x_unit == 2 else features, out_features // n_vec, rank, ids.stride(0),
             xs[0], 0 if x.shape[1] == 1 else xs[1], xs[2], 0 if w.shape[0] == 1 else ws[0], ws[1], ws[2],
-            hs[0], hs[1], 0 if h is None or h.shape[2] == 1 else hs[2],
+            *ss, hs[0], hs[1], 0 if h is None or h.shape[2] == 1 else hs[2],
             bs[0], 0 if b is None or b.shape[1] == 1 else bs[1], bs[2], bs[3],
             *((0, 0) if bias is None else bias.stride()), os_[0], os_[1], os_[2],
         ),
@@ -294,7 +321,7 @@ def linear(
             w.shape[0] if summed else 1, h.shape[2] if summed and h is not None else 1, 1 if h is None else h.shape[0],
             config.mode, config.block_m, config.block_n, config.block_k, config.rank_block,
             max(1, cdiv(rank, config.rank_block)), config.block_t, config.block_l, config.tile_group, x_vec, x_unit, w_vec, w_unit,
-            h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, even, config.slot_stages, config.prefetch and b_unit == 3,
+            h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, even, one_scale, config.slot_stages, config.prefetch and b_unit == 3,
             config.precision, pdl,
         ),
         config.num_warps,

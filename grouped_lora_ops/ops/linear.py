@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -27,12 +29,23 @@ def linear(
     out_sizes: list[int] | None = None,
     ranks: Tensor | None = None,  # [L]
     plan: Tensor | None = None,
+    weight_scale: Tensor | None = None,  # of an e4m3 weight: [⌈N/128⌉, ⌈D/128⌉], [G, ⌈N/128⌉, ⌈D/128⌉] or [⌈ΣN/128⌉, ⌈D/128⌉]
 ) -> Tensor:
     """y[t, g] = W[g] x[t, g] + scalings[l] · B[l, g] (A[l, g] x[t, g]) + bias[g] with l = adapter_ids[t].
 
     The forms and the LoRA arguments are those of `delta`. weight: x's dtype, with y's axes behind T and then D:
     [N, D], [G, N, D], or with out_sizes [ΣN, D]; any strides, used where it lies (a transposed storage comes in as a
     view). bias: weight's shape without D; x's dtype or float32.
+
+    weight may be float8_e4m3fn beside x of bf16 or fp16, with weight_scale: float32 (or float8_e8m0fnu) and the scale, not
+    its inverse, of every block of 128 × 128 elements, counted from weight's first row and column ([ΣN, D]: from the first
+    row of all; a checkpoint's flat [G·N, D] with N a multiple of 128, and its scales, come in as views). W[n, d] =
+    weight[n, d] · weight_scale[n // 128, d // 128], and is not rounded:
+
+        x Wᵀ = Σ_b scale[·, b] · (x[:, b] weight[:, b]ᵀ)   over blocks b of 128 columns of D, in order
+
+    with exact products, float32 sums from zero inside a block, and one fma a block. dx sums over blocks of 128 rows of
+    weight in the same way. Such a weight (and its scale) is frozen: ValueError if it requires grad.
 
     Returns a new tensor of `delta`'s shape. Base, delta and bias meet in float32 and are rounded once to x's dtype;
     h = x Aᵀ is never rounded (with 16-bit weights scaling · h enters the product as in `expand`). A zero delta (B = 0,
@@ -46,13 +59,16 @@ def linear(
     _checks.tensor_types(
         "linear",
         {"x": x, "weight": weight, "lora_a": lora_a, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
-        {"bias": bias, "ranks": ranks, "plan": plan},
+        {"bias": bias, "ranks": ranks, "plan": plan, "weight_scale": weight_scale},
     )
     _checks.out_sizes_type("linear", out_sizes)
-    return _op(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+    if weight_scale is None:
+        return _op(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+    _checks.frozen_scaled("linear", weight, weight_scale)
+    return _op(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, weight_scale)
 
 
-def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan):
+def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan, weight_scale):
     """Write out: the shrink, then the product."""
     if out.numel() == 0:
         return
@@ -64,7 +80,9 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     sizes = dims.out_sizes if dims.h_grouped else None
     widest, groups = (dims.out_features, dims.groups) if sizes is None else (max(sizes), len(sizes))
     problem = common.problem(x, dims.tokens, groups, dims.in_features, widest, dims.rank, dims.slots)
-    config = common.configured(launch_linear.linear, problem, False, x.dtype == torch.float16)
+    choose = launch_linear.linear if weight_scale is None else launch_linear.scaled
+    config = common.configured(choose, problem, False, x.dtype == torch.float16)
+    weight, scales = _as_kernels_read(weight, weight_scale, problem.arch)
     h = b = None
     if config.shrink is not None:
         modes = (config.mode, config.shrink.mode)
@@ -74,9 +92,19 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
         h, b = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), common.grouped(lora_b, 4)
         shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, None, None, False, config.shrink)
     kernels.linear(
-        name, xg, _outer(weight, 3), h, b, None if bias is None else _outer(bias, 2), outg, adapter_ids, plan, ranks, scalings,
+        name, xg, weight, scales, h, b, None if bias is None else _outer(bias, 2), outg, adapter_ids, plan, ranks, scalings,
         dims.slots, sizes, None, False, config,
     )  # fmt: skip
+
+
+def _as_kernels_read(weight: Tensor, scale: Tensor | None, arch: str) -> tuple[Tensor, Tensor | None]:
+    """(weight, scales) with the group axis in front; e8m0 as its bytes, and e4m3, too, where Triton does not know it."""
+    weight = _outer(weight, 3)
+    if scale is None:
+        return weight, None
+    if not launch_linear.has_e4m3(arch):
+        weight = weight.view(torch.uint8)
+    return weight, _outer(scale if scale.dtype == torch.float32 else scale.view(torch.uint8), 3)
 
 
 def _outer(t: Tensor, ndim: int) -> Tensor:
@@ -84,37 +112,50 @@ def _outer(t: Tensor, ndim: int) -> Tensor:
     return t if t.dim() == ndim else t.unsqueeze(0)
 
 
-def _cpu(x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
-    dims = _checks.linear("linear", x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+def _cpu(
+    x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None, weight_scale=None
+):
+    dims = _checked(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, weight_scale)
     _checks.id_values("linear", adapter_ids, dims.slots, ranks, dims.rank)
     return reference.linear(
-        x, weight, lora_a, lora_b, adapter_ids, scalings, bias=bias, out_sizes=out_sizes, ranks=ranks
+        x, weight, lora_a, lora_b, adapter_ids, scalings, bias=bias, out_sizes=out_sizes, ranks=ranks, weight_scale=weight_scale
     )
 
 
+_checked = functools.partial(_checks.linear, "linear")
+
+
 @prepared
-def _cuda(x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
-    dims = _checks.linear("linear", x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+def _cuda(
+    x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None, weight_scale=None
+):
+    dims = _checked(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, weight_scale)
     common.check_values("linear", adapter_ids, dims.slots, ranks, dims.rank)
     out = driver.empty(output_shape(dims), x.dtype, x.device)
-    _run("linear", dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan)
+    _run("linear", dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan, weight_scale)
     return out
 
 
-def _fake(x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
-    dims = _checks.linear("linear", x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+def _fake(
+    x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None, weight_scale=None
+):
+    dims = _checked(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, weight_scale)
     return x.new_empty(output_shape(dims))
 
 
-def _backward_cpu(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs):
+def _backward_cpu(
+    grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs, weight_scale=None
+):
     grads = reference.linear_backward(
-        grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs
+        grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs, weight_scale
     )
     return tuple([x.new_empty(0) if g is None else g for g in grads])
 
 
 @common.on_device
-def _backward_cuda(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs):
+def _backward_cuda(
+    grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs, weight_scale=None
+):
     name = "linear_backward"
     need_x, need_weight, need_a, need_b, need_bias = needs
     tokens, slots, h_grouped = x.shape[0], lora_a.shape[0], x.dim() == 3 or lora_a.dim() == 4
@@ -127,7 +168,7 @@ def _backward_cuda(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bia
     if need_x or need_a:
         v = grad_h(name, grad_y, groups, h_grouped, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)
     if need_x:
-        dx = _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan)
+        dx = _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan, weight_scale)
     if need_a:
         _, da = shrink_backward(name, v, x, lora_a, adapter_ids, ranks, plan, [False, True])
     if need_b:
@@ -138,25 +179,28 @@ def _backward_cuda(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bia
     return dx, dweight, da, db, dbias
 
 
-def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan) -> Tensor:
+def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan, weight_scale) -> Tensor:
     """grad_y W + v A, summed over the groups that share x: the product of `_run`, with W and A transposed."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx
     from ..kernels import linear as kernels
 
-    out, g, w = common.grouped(dx, 3), common.grouped(grad_y, 3), _outer(weight, 3).transpose(1, 2)
+    out, g = common.grouped(dx, 3), common.grouped(grad_y, 3)
+    w, scales = _as_kernels_read(weight, weight_scale, common.facts(x)[0])
+    w, scales = w.transpose(1, 2), None if scales is None else scales.transpose(1, 2)
     d_sizes = tuple(out_sizes) if x.dim() == 3 and out_sizes is not None else None
     v = v.view(x.shape[0], -1, lora_a.shape[-2]) if v.numel() else None
     deep = w.shape[2] if d_sizes is None else max(d_sizes, default=0)
     slots, rank = lora_a.shape[0], 0 if v is None else v.shape[2]
     problem = common.problem(g, x.shape[0], out.shape[1], deep, out.shape[2], rank, slots)
-    config = common.configured(launch_linear.linear, problem, True, x.dtype == torch.float16)
+    choose = launch_linear.linear if scales is None else launch_linear.scaled
+    config = common.configured(choose, problem, True, x.dtype == torch.float16)
     b = None if v is None else common.grouped(lora_a, 4).transpose(2, 3)
     planned = v is not None and config.mode in (launch.PLAN, launch_linear.SORTED)
     plan = common.plan_for(adapter_ids, slots, plan, planned)
     kernels.linear(
-        name, g, w, None if v is None else v[None], b, None, out, adapter_ids, plan, ranks, None, slots, None, d_sizes,
+        name, g, w, scales, None if v is None else v[None], b, None, out, adapter_ids, plan, ranks, None, slots, None, d_sizes,
         x.dim() == 2, config,
     )  # fmt: skip
     return dx
@@ -178,32 +222,38 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.float(), b.float())
 
 
-def _backward_fake(grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs):
+def _backward_fake(
+    grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs, weight_scale=None
+):
     return tuple([gradient_of(t, need, x) for need, t in zip(needs, (x, weight, lora_a, lora_b, bias))])
 
 
 def _setup(ctx, inputs, output):
-    x, weight, lora_a, lora_b, adapter_ids, scalings, bias, ctx.out_sizes, ranks, plan = inputs
-    ctx.save_for_backward(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, ranks, plan)
+    x, weight, lora_a, lora_b, adapter_ids, scalings, bias, ctx.out_sizes, ranks, plan, weight_scale = inputs
+    _checks.frozen_scaled("linear", weight, weight_scale)
+    ctx.save_for_backward(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, ranks, plan, weight_scale)
 
 
 def _grad(ctx, grad_y):
-    *operands, bias, ranks, plan = ctx.saved_tensors
+    *operands, bias, ranks, plan, weight_scale = ctx.saved_tensors
     needs = [common.needs_grad(ctx, i) for i in (0, 1, 2, 3, 6)]
-    grads = _backward_op(grad_y, *operands, bias, ctx.out_sizes, ranks, plan, needs)
+    grads = _backward_op(grad_y, *operands, bias, ctx.out_sizes, ranks, plan, needs, weight_scale)
     dx, dweight, da, db, dbias = [g if need else None for g, need in zip(grads, needs)]
-    return dx, dweight, da, db, None, None, dbias, None, None, None
+    return dx, dweight, da, db, None, None, dbias, None, None, None, None
 
 
-def _autocast(cast, x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None):
-    factors = (cast(t) for t in (x, weight, lora_a, lora_b))
-    return *factors, adapter_ids, scalings, cast_unless_float32(cast, bias), out_sizes, ranks, plan
+def _autocast(
+    cast, x, weight, lora_a, lora_b, adapter_ids, scalings, bias=None, out_sizes=None, ranks=None, plan=None, weight_scale=None
+):
+    x, a, b = cast(x), cast(lora_a), cast(lora_b)
+    weight = cast(weight) if weight_scale is None else weight
+    return x, weight, a, b, adapter_ids, scalings, cast_unless_float32(cast, bias), out_sizes, ranks, plan, weight_scale
 
 
 _backward_op = define(
     "linear_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor adapter_ids, "
-    "Tensor scalings, Tensor? bias, SymInt[]? out_sizes, Tensor? ranks, Tensor? plan, bool[] needs) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor scalings, Tensor? bias, SymInt[]? out_sizes, Tensor? ranks, Tensor? plan, bool[] needs, "
+    "Tensor? weight_scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     fake=_backward_fake,
@@ -211,7 +261,7 @@ _backward_op = define(
 )
 _op = define(
     "linear(Tensor x, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor adapter_ids, Tensor scalings, "
-    "Tensor? bias=None, SymInt[]? out_sizes=None, Tensor? ranks=None, Tensor? plan=None) -> Tensor",
+    "Tensor? bias=None, SymInt[]? out_sizes=None, Tensor? ranks=None, Tensor? plan=None, Tensor? weight_scale=None) -> Tensor",
     cpu=_cpu,
     cuda=_cuda,
     fake=_fake,
