@@ -17,6 +17,7 @@ class Shape:
     Sizes as in `delta`: in_features D, out_features N (of one group), rank r (of the buffers), num_slots L. groups:
     None for a plain linear, else G. out_sizes: unequal slices in place of out_features. shared_a: one A for all
     groups; shared_input: x is [T, D] for all groups. ranks: whether calls pass `ranks`. id_dtype: adapter_ids' dtype.
+    weight_scale: the dtype of linear's `weight_scale`, where its weight is float8_e4m3fn.
     """
 
     in_features: int
@@ -30,6 +31,7 @@ class Shape:
     shared_input: bool = False
     ranks: bool = True
     id_dtype: torch.dtype = torch.int32
+    weight_scale: torch.dtype | None = None
 
 
 OPS = ("delta", "delta_", "shrink", "expand", "expand_", "linear")
@@ -99,6 +101,11 @@ def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bo
         b, wide = make(1, groups, s.out_features, s.rank), (groups, s.out_features)
     a, b = (t.expand(s.num_slots, *t.shape[1:]) for t in (a, b))
     weight, bias = make(s.in_features).expand(*wide, -1), make(*wide)
+    base = {}
+    if s.weight_scale is not None:
+        weight = weight[..., :1, :].to(torch.float8_e4m3fn).expand(*wide, -1)
+        blocks = [*wide[:-1], *[(size + 127) // 128 for size in weight.shape[-2:]]]
+        base = {"weight_scale": torch.ones(blocks, device=device).to(s.weight_scale)}
     all_ids = torch.zeros(tokens, dtype=s.id_dtype, device=device)
     scalings = torch.ones(s.num_slots, device=device)
     kw = {"ranks": torch.full((s.num_slots,), s.rank, dtype=torch.int32, device=device) if s.ranks else None}
@@ -121,13 +128,13 @@ def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bo
             elif op == "expand_":
                 expand_(out, h, b, ids, scalings, **kw, **sizes)
             elif op == "linear":
-                linear(x, weight, a, b, ids, scalings, **kw, **sizes)
-                linear(x, weight, a, b, ids, scalings, bias=bias, **kw, **sizes)
+                linear(x, weight, a, b, ids, scalings, **kw, **sizes, **base)
+                linear(x, weight, a, b, ids, scalings, bias=bias, **kw, **sizes, **base)
         if backward:
             leaves = [t.detach().requires_grad_() for t in (x, a, b)]
             y = delta(*leaves, ids, scalings, **kw, **sizes)
             torch.autograd.grad(y, leaves, out)  # not the gradient of a sum, whose strides are 0
             if "linear" in ops:
-                y = linear(leaves[0], weight, *leaves[1:], ids, scalings, **kw, **sizes)
+                y = linear(leaves[0], weight, *leaves[1:], ids, scalings, **kw, **sizes, **base)
                 torch.autograd.grad(y, leaves, out)
     return len(ops) * len(counts)

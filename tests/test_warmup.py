@@ -20,6 +20,7 @@ SHAPES = {
     "qkv from one h": Shape(4096, 32, 8, out_sizes=(2048, 256, 256)),
     "shared input": Shape(2048, 16, 4, 1024, groups=3, shared_input=True, shared_a=False),
     "shared h": Shape(2048, 200, 4, 1024, groups=3, shared_input=True),
+    "e4m3": Shape(1280, 16, 3, out_sizes=(384, 100), weight_scale=torch.float8_e8m0fnu),
 }
 TOKENS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 100, 128, 129, 200, 256, 257, 384, 385, 448, 500, 512]
 
@@ -49,7 +50,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        args = (None, ctx.kw.get("out_sizes"), ctx.kw.get("ranks"), None, [True, False, True, True, False])
+        needs, scale = [True, False, True, True, False], ctx.kw.get("weight_scale")
+        args = (None, ctx.kw.get("out_sizes"), ctx.kw.get("ranks"), None, needs, scale)
         dx, _, da, db, _ = implementation("linear")._backward_cuda(grad_y, *ctx.saved_tensors, *args)
         return dx, None, da, db, None, None, None
 
@@ -123,9 +125,15 @@ def calls(s: Shape, tokens: int):
     grads = (sizes["out_sizes"], kw["ranks"], None, [True] * 3)
     yield "backward", lambda: d._backward_cuda(torch.empty_like(y), x, a, b, ids, scalings, *grads)
     m, weight = implementation("linear"), torch.empty(*out, s.in_features, dtype=s.dtype)
+    scale = None
+    if s.weight_scale is not None:
+        weight = weight.to(torch.float8_e4m3fn)
+        blocks = (*out[:-1], -(-out[-1] // 128), -(-s.in_features // 128))
+        scale = torch.ones(blocks).to(s.weight_scale)
+    kw = {**kw, "weight_scale": scale}
     yield "linear", lambda: m._cuda(x, weight, a, b, ids, scalings, **kw, **sizes)
     yield "linear with bias", lambda: m._cuda(x, weight, a, b, ids, scalings, bias=y[0].clone(), **kw, **sizes)
-    grads = (None, *grads[:-1], [True, False, True, True, False])
+    grads = (None, *grads[:-1], [True, False, True, True, False], scale)
     yield "backward of linear", lambda: m._backward_cuda(torch.empty_like(y), x, weight, a, b, ids, scalings, *grads)
 
 
