@@ -5,6 +5,8 @@
 
 A row of ours also holds, measured in the same test: `base_us` and `times_base` (the bar is a multiple of it), `apart_us`
 (base, then delta_), `parent_us` (our kernel without LoRA) and `tax` (ours over that). torch's row is its base alone.
+Where the weight is e4m3 (`wo_a_g4_e4m3`) the base is a bf16 product with the dequantised weight; `scaled_mm_us` is
+torch._scaled_mm for each group, x quantised by 128 columns of a token beforehand, or `scaled_mm` says why it does not run.
 """
 
 import pytest
@@ -31,20 +33,54 @@ def case(request, device):
 
 def ours(w, shared, plan):
     linear, ids, scalings = glo.linear, shared["adapter_ids"], shared["scalings"]
-    return lambda t: linear(t["x"], t["weight"], t["lora_a"], t["lora_b"], ids, scalings, plan=plan)
+
+    def call(t):
+        return linear(t["x"], t["weight"], t["lora_a"], t["lora_b"], ids, scalings, plan=plan, weight_scale=t.get("weight_scale"))
+
+    return call
 
 
 def parent(w, shared):
     """Our kernel with no adapter slots."""
     linear, none, nothing = glo.linear, torch.full_like(shared["adapter_ids"], -1), shared["scalings"][:0]
-    return lambda t: linear(t["x"], t["weight"], t["lora_a"][:0], t["lora_b"][:0], none, nothing)
+
+    def call(t):
+        return linear(t["x"], t["weight"], t["lora_a"][:0], t["lora_b"][:0], none, nothing, weight_scale=t.get("weight_scale"))
+
+    return call
 
 
 def base(t):
     """PyTorch's product, as a model without adapters runs it: y [T, G, N] is a view of bmm's [G, T, N]."""
-    if t["weight"].dim() == 2:
-        return torch.nn.functional.linear(t["x"], t["weight"])
-    return torch.bmm(t["x"].transpose(0, 1), t["weight"].mT).transpose(0, 1)
+    weight = t.get("base_weight", t["weight"])
+    if weight.dim() == 2:
+        return torch.nn.functional.linear(t["x"], weight)
+    return torch.bmm(t["x"].transpose(0, 1), weight.mT).transpose(0, 1)
+
+
+def quantised(t):
+    """t with x in e4m3 and a scale for each token's 128 columns, as torch._scaled_mm takes them: groups in front."""
+    x = t["x"].float().transpose(0, 1).unflatten(-1, (-1, 128))
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    x8 = (x / scale).to(torch.float8_e4m3fn).flatten(-2)
+    return {**t, "x8": x8, "x8_scale": scale[..., 0].mT.contiguous().mT}
+
+
+def scaled_mm(t):
+    """PyTorch's base through 8-bit matrix units, a group after the other."""
+    return [
+        torch._scaled_mm(x8, w.t(), scale_a=x_scale, scale_b=w_scale.t(), out_dtype=torch.bfloat16)
+        for x8, x_scale, w, w_scale in zip(t["x8"], t["x8_scale"], t["weight"], t["weight_scale"])
+    ]
+
+
+def scaled_mm_time(w, sets, timer) -> dict:
+    try:
+        sets = [quantised(t) for t in sets]
+        error = (torch.stack(scaled_mm(sets[0]), 1).float() - base(sets[0]).float()).norm() / base(sets[0]).float().norm()
+    except Exception as reason:  # a shape, a GPU or a release that it does not know
+        return {"scaled_mm": f"{type(reason).__name__}: {str(reason).splitlines()[0][:120]}"}
+    return {"scaled_mm_us": timer.graph_us([lambda t=t: scaled_mm(t) for t in sets]), "scaled_mm_error": float(error)}
 
 
 def apart(w, shared, plan):
@@ -60,7 +96,8 @@ def apart(w, shared, plan):
 
 def exact(w, shared, t):
     ids, scalings = shared["adapter_ids"], shared["scalings"]
-    return glo.reference.linear(t["x"], t["weight"], t["lora_a"], t["lora_b"], ids, scalings)
+    more = {"weight_scale": t["weight_scale"]} if "weight_scale" in t else {}
+    return glo.reference.linear(t["x"], t["weight"], t["lora_a"], t["lora_b"], ids, scalings, **more)
 
 
 @pytest.mark.parametrize("case", workloads.LINEAR, indirect=True, ids=lambda w: w.name)
@@ -92,6 +129,8 @@ def test_linear(case, contender, device, figure, timer, request):
         "parent_us": timer.graph_us(calls(parent(w, shared))),
         "hot_us": timer.hot_us(fused[0]),
     }
+    if w.scaled:
+        more |= scaled_mm_time(w, sets, timer)
     now = timer.graph_us(fused)
     more |= {"times_base": now / more["base_us"], "times_bar": w.bar, "tax": now / more["parent_us"]}
     us = figure(w, "linear", contender, timer.graph(fused), **more)

@@ -1,4 +1,5 @@
-"""What is measured of `linear`: base and delta of DeepSeek-V4's `wo_a` (4 and 8 groups a rank) and of a 4096 → 4096 layer.
+"""What is measured of `linear`: base and delta of DeepSeek-V4's `wo_a` (4 and 8 groups a rank; 4 also with the e4m3 weight
+that its checkpoints hold) and of a 4096 → 4096 layer.
 
 The floor is max(bytes / 4.3 TB/s, flops / 790 TFLOP/s) as in `workloads`: x, W and the active A and B read once, y written
 once. The bar is PyTorch's base alone, measured beside it: ≤ 1 × at T ≤ 64, above ≤ 1.04 × (r 16) and 1.10 × (r 64).
@@ -6,6 +7,7 @@ once. The bar is PyTorch's base alone, measured beside it: ≤ 1 × at T ≤ 64,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +19,10 @@ from .workloads import FLOPS_PER_US, HBM_BYTES_PER_US, Workload
 
 @dataclass(frozen=True)
 class LinearWorkload(Workload):
-    """A `Workload` ("plain" or "grouped") with the base weight [N, D] or [G, N, D]."""
+    """A `Workload` ("plain" or "grouped") with the base weight [N, D] or [G, N, D]. scaled: it is e4m3 with a float32 scale
+    for every block of 128 × 128; PyTorch multiplies by `base_weight`, the same in x's dtype."""
+
+    scaled: bool = False
 
     def tiny(self) -> LinearWorkload:
         active = None if self.active is None else min(self.active, 3)
@@ -44,6 +49,7 @@ class LinearWorkload(Workload):
             "active": workloads.batch(self).adapters,
             "layout": self.layout,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "weight": "float8_e4m3fn" if self.scaled else str(self.dtype).removeprefix("torch."),
             "floor_us": floor_us(self),
             "bar_us": None,
             "best_peer": None,
@@ -54,9 +60,13 @@ class LinearWorkload(Workload):
 def floor_us(w: LinearWorkload) -> float:
     b, size = workloads.batch(w), w.dtype.itemsize
     weight = w.width * w.D
-    nbytes = size * (w.T * (w.x_width + w.width) + weight + b.adapter_ranks * (w.D + w.width))
+    nbytes = size * (w.T * (w.x_width + w.width) + b.adapter_ranks * (w.D + w.width)) + weight_bytes(w)
     flops = 2 * (w.T * weight + b.row_ranks * (w.D * w.h_rows + w.width))
     return max(nbytes / HBM_BYTES_PER_US, flops / FLOPS_PER_US[w.dtype])
+
+
+def weight_bytes(w: LinearWorkload) -> int:
+    return w.width * w.D * (1 if w.scaled else w.dtype.itemsize)
 
 
 def _linear(family: str, **shape) -> list[LinearWorkload]:
@@ -67,10 +77,15 @@ def _linear(family: str, **shape) -> list[LinearWorkload]:
     ]
 
 
+SCALED = [
+    LinearWorkload(f"wo_a_g4_e4m3-r16-S8-T{tokens}", tokens, rank=16, slots=8, D=4096, G=4, N=1024, layout="grouped", scaled=True)
+    for tokens in (1, 64, 1024, 8192)
+]
 LINEAR = [
     *_linear("wo_a_g4", G=4, N=1024, layout="grouped"),
     *_linear("wo_a_g8", G=8, N=1024, layout="grouped"),
     *_linear("plain", N=4096),
+    *SCALED,
 ]
 
 
@@ -95,7 +110,26 @@ def with_weight(w: LinearWorkload, made: dict[str, Tensor], seed: int, integers:
         weight = torch.randint(-3, 4, w.weight_shape, device=device, generator=generator).to(w.dtype)
     else:
         weight = torch.randn(w.weight_shape, device=device, dtype=w.dtype, generator=generator).mul_(w.D**-0.5)
-    return {**made, "weight": weight}
+    return {**made, **(with_scales(weight, integers) if w.scaled else {"weight": weight})}
+
+
+def with_scales(weight: Tensor, integers: bool) -> dict[str, Tensor]:
+    """weight in e4m3, each block as large as fits (integers: as it is), its scale, and what both say, rounded to weight's dtype."""
+    blocks = [*weight.shape[:-2], *[-(-size // 128) for size in weight.shape[-2:]]]
+    if integers:
+        scale = 2.0 ** (torch.arange(math.prod(blocks), device=weight.device) % 3 - 1).view(blocks).float()
+        small = weight.float()
+    else:
+        largest = torch.nn.functional.max_pool2d(weight.float().abs().flatten(0, -3), 128, ceil_mode=True)
+        scale = (largest / 448).view(blocks)
+        small = weight.float() / spread(scale, weight)
+    small = small.to(torch.float8_e4m3fn)
+    return {"weight": small, "weight_scale": scale, "base_weight": (small.float() * spread(scale, weight)).to(weight.dtype)}
+
+
+def spread(scale: Tensor, weight: Tensor) -> Tensor:
+    rows, columns = weight.shape[-2:]
+    return scale.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
 
 
 def random_set(w: LinearWorkload, device: torch.device, seed: int) -> dict[str, Tensor]:
@@ -108,4 +142,4 @@ def integer_set(w: LinearWorkload, device: torch.device) -> dict[str, Tensor]:
 
 
 def bytes_per_set(w: LinearWorkload) -> int:
-    return workloads.bytes_per_set(w) + w.dtype.itemsize * w.width * w.D
+    return workloads.bytes_per_set(w) + weight_bytes(w)

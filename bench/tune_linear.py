@@ -15,7 +15,7 @@ import torch
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import launch, launch_linear
-from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED, linear_with
+from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED, linear_with, scaled_with
 from grouped_lora_ops.ops import common, prepared
 
 from . import linear_workloads as workloads
@@ -24,6 +24,7 @@ from .bench_linear import base, exact, ours
 from .workloads import shared_inputs
 
 DEFAULT = launch_linear.linear
+SCALED = launch_linear.scaled
 NAMES = {ROWS: "rows", SORTED: "sorted", launch.PLAN: "plan", launch.SCAN: "scan", launch.SINGLE: "single"}
 TILE = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 
@@ -69,8 +70,39 @@ def candidates(p: launch.Problem) -> dict[str, launch_linear.LinearConfig]:
     return found
 
 
+def scaled_candidates(p: launch.Problem) -> dict[str, launch_linear.LinearConfig]:
+    """The same for an e4m3 weight, whose steps are 128 columns of D."""
+    found = {"default": SCALED(p)}
+
+    def add(mode, block_m, block_n, warps, stages, **more):
+        label = " ".join([NAMES[mode], str((block_m, block_n, warps, stages)), *map(str, more.items())])
+        found[label] = scaled_with(p, mode, block_m, block_n=block_n, num_warps=warps, num_stages=stages, **more)
+
+    if p.tokens <= launch_linear.STREAM_TOKENS:
+        m = max(16, launch.power_of_2(p.tokens))
+        for height in sorted({m, 64}):
+            for n, warps, stages in (
+                (16, 4, 6), (16, 4, 12), (32, 2, 8), (32, 4, 6), (32, 4, 8), (32, 4, 16), (32, 8, 12), (64, 4, 6), (64, 4, 12), (64, 8, 8),
+                (128, 4, 4), (128, 8, 6),
+            ):  # fmt: skip
+                add(ROWS, height, n, warps, stages)
+        found["default, h whole"] = replace(found["default"], shrink=replace(launch.shrink(p), pdl=found["default"].pdl))
+        return found
+    by_slot = launch.PLAN if p.tokens > launch.SCAN_TOKENS else launch.SCAN
+    for mode in (ROWS, SORTED, by_slot) if p.slots > 1 else (ROWS, launch.SINGLE):
+        for tile in (
+            (64, 64, 4, 4), (64, 64, 8, 4), (64, 128, 4, 4), (64, 128, 8, 4), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 4),
+            (128, 128, 8, 2), (128, 128, 8, 3), (256, 64, 8, 2),
+        ):  # fmt: skip
+            add(mode, *tile)
+        for group in (1, 4, 16):
+            add(mode, 128, 128, 8, 3, tile_group=group)
+    return found
+
+
 def use(config: launch_linear.LinearConfig | None) -> None:
     launch_linear.linear = DEFAULT if config is None else lambda p, transposed=False, fp16=False: config
+    launch_linear.scaled = SCALED if config is None else launch_linear.linear
     common.configured.cache_clear()
     prepared.forget()
 
@@ -83,7 +115,8 @@ def tuned(w, device, timer, rounds: int, tiny: bool) -> dict:
     right = exact(w, shared, integers)
     count = measure.sets_for(workloads.bytes_per_set(w), most=2 if tiny else 8)
     sets = [workloads.random_set(w, device, seed) for seed in range(count)]
-    for label, config in candidates(problem_of(w, device)).items():
+    choices = (scaled_candidates if w.scaled else candidates)(problem_of(w, device))
+    for label, config in choices.items():
         use(config)
         try:
             if not torch.equal(way(integers), right):

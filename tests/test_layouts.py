@@ -395,7 +395,10 @@ def test_preflight_says_what_is_missing(tmp_path):
     )
     notes = layouts.preflight(V4_FLASH | {"quantization_config": {"quant_method": "fp8"}, "num_nextn_predict_layers": 1}).notes
     assert "base weights are quantised (fp8): deltas apply, the fused linear ops need plain weights" in notes
-    assert "the 1 multi-token-prediction layer(s) are not adapted" in notes
+    assert "the 1 multi-token-prediction layer(s) are not adapted" in notes and not any("weight_scale" in note for note in notes)
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    notes = layouts.preflight(V4_FLASH | {"quantization_config": blocks}).notes
+    assert "e4m3 weights with 128 × 128 scales: linear multiplies them as they are (weight_scale)" in notes
     with pytest.raises(FileNotFoundError, match="config.json does not exist"):
         layouts.preflight(tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -170,6 +170,8 @@ def preflight(source: str | os.PathLike | Mapping[str, Any] | Any, *, share: Sha
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "?")
         notes.append(f"base weights are quantised ({method}): deltas apply, the fused linear ops need plain weights")
+        if method == "fp8" and list(config["quantization_config"].get("weight_block_size") or []) == [128, 128]:
+            notes.append("e4m3 weights with 128 × 128 scales: linear multiplies them as they are (weight_scale)")
     for key in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"):
         if config.get(key):
             notes.append(f"the {config[key]} multi-token-prediction layer(s) are not adapted")
