@@ -1,6 +1,6 @@
 """Compile linear's kernel as the op launches it, for a GPU that need not be there: `compile_kernels.py`'s manner.
 
-    python tests/compile_linear.py sm_90 132 [quick]
+    python tests/compile_linear.py sm_90 132 [quick | thorough]
 """
 
 from __future__ import annotations
@@ -29,32 +29,37 @@ CASES = [
     (torch.float32, 64, 8, 64, True, None),
     (torch.float32, 1024, 8, 64, True, None),
 ]
-# the same with an e4m3 weight
+# the same with an e4m3 weight; the gradient of x of the second (with `thorough`: of the first four)
 SCALED = [
     (torch.bfloat16, 8, 8, 16, True, None),
     (torch.bfloat16, 8192, 8, 64, True, None),
-    (torch.bfloat16, 64, 8, 64, True, None),
     (torch.float16, 1024, 8, 64, True, None),
     (torch.bfloat16, 1024, 64, 16, True, [2048, 256, 200]),
+    (torch.bfloat16, 64, 8, 64, True, None),
+    (torch.bfloat16, 100, 8, 16, True, None),
+    (torch.float16, 8192, 1, 64, True, None),
+    (torch.bfloat16, 8192, 1, 16, True, None),
 ]
 QUICK = 2
-BACKWARD = 4  # of so many also the gradient of x, of half as many with an e4m3 weight
+BACKWARD = 4  # of so many also the gradient of x
 
 
-def main(arch: str, sms: int, quick: bool) -> None:
+def main(arch: str, sms: int, how: str) -> None:
     common.INTERPRETER = (arch, sms)
     for name in ("shrink", "plan"):
         importlib.import_module(f"grouped_lora_ops.kernels.{name}").launch = lambda *args, **kw: None
     importlib.import_module("grouped_lora_ops.kernels.linear").launch = record
     ops = importlib.import_module("grouped_lora_ops.ops.linear")
-    for cases, scaled in ((CASES, False), (SCALED, True)):
-        record_cases(ops, cases[:QUICK] if quick else cases, scaled, quick)
+    every = {"quick": (CASES[:QUICK], SCALED[:QUICK]), "all": (CASES, SCALED[:3]), "thorough": (CASES, SCALED)}[how]
+    for cases, scaled in zip(every, (False, True)):
+        backward = () if how == "quick" else (1,) if scaled and how == "all" else range(BACKWARD)
+        record_cases(ops, cases, scaled, backward)
     with ThreadPoolExecutor(2) as pool:
         for line in pool.map(lambda job: compiled(job, int(arch.removeprefix("sm_"))), jobs.values()):
             print(json.dumps(line), flush=True)
 
 
-def record_cases(ops, cases: list, scaled: bool, quick: bool) -> None:
+def record_cases(ops, cases: list, scaled: bool, backward) -> None:
     for i, (dtype, tokens, slots, rank, ranks, sizes) in enumerate(cases):
         groups, features, out = (len(sizes) if sizes else 4), 4096, (sum(sizes),) if sizes else (4, 1024)
         x = torch.empty((tokens, features) if sizes else (tokens, groups, features), dtype=dtype)
@@ -66,9 +71,9 @@ def record_cases(ops, cases: list, scaled: bool, quick: bool) -> None:
         if scaled:
             weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(*out[:-1], -(-out[-1] // 128), features // 128)
         ops._cuda(x, weight, a, b, ids, scalings, None, sizes, ranks, None, scale)
-        if not quick and i < BACKWARD // (2 if scaled else 1):
+        if i in backward:
             ops._backward_cuda(y, x, weight, a, b, ids, scalings, None, sizes, ranks, None, [True] + [False] * 4, scale)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), "quick" in sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "all")

@@ -490,22 +490,27 @@ def test_a_weight_stream_keeps_the_memory_busy():
             assert (c.num_stages - 1) * c.block_n * c.block_k * 2 >= 32 * 1024
 
 
-@pytest.mark.parametrize("arch, sms, how", [("sm_90", 132, "all"), ("sm_120", 170, "quick")])
-def test_they_compile_without_spills(arch, sms, how, tmp_path):
+@pytest.mark.parametrize("arch, sms, how", [("sm_90", 132, "all"), ("sm_120", 170, "quick"), ("sm_80", 108, "thorough")])
+def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
     """… within shared memory, with 16-byte loads of x, W and h (the few of less are ids, and ranks for each piece of r), stores alike."""
     pytest.importorskip("triton.backends.nvidia")
+    if request.config.getoption("--thorough"):
+        how = "thorough"
+    elif how == "thorough":
+        pytest.skip("thorough: only with --thorough")
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env.update(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
     command = [sys.executable, str(ROOT / "tests/compile_linear.py"), arch, str(sms), how]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(lines) >= (17 if how == "all" else 4)
+    assert len(lines) >= {"quick": 4, "all": 17, "thorough": 24}[how]
     assert any(k["constants"]["ONE_SCALE"] for k in lines)
     for k in lines:
         assert k["shared"] <= launch_linear.shared_memory(arch), k
         assert k["stack"] <= (0 if arch == "sm_90" else 64), k
-        assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= 12 * k["constants"]["R_BLOCKS"], k
+        slack = 100 if arch == "sm_80" and k["constants"]["W_VEC"] == 16 else 0  # e4m3 as bytes, converted before the mma
+        assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= (12 + slack) * k["constants"]["R_BLOCKS"], k
         assert k["launch_pdl"], k
         # an mma that takes columns in another order than a wgmma would give a row other bits in a tile of another height
-        assert k["dtype"] == "*fp32" or k["k widths"] in ([], ["2"]), k
+        assert k["dtype"] == "*fp32" or arch == "sm_80" or k["k widths"] in ([], ["2"]), k
