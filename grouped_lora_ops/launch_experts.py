@@ -368,7 +368,7 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
         rank_block=rank_block(max(p.rank, 1), p.itemsize),
         n_first=True,
         block_e=max(16, power_of_2(p.experts + 1)) if mode == EXPERT else 16,
-        slot_stages=2,  # three spill
+        slot_stages=2 if p.itemsize == 2 else 1,  # three (float32: two) spill
         prefetch=mode == EXPERT and block_m <= 32 and 0 < p.rank * p.itemsize <= 128,
         precision=precision(p.itemsize),
         num_warps=4,
@@ -432,11 +432,11 @@ def _linear(p: ExpertProblem, rows: float, transposed: bool, mixed: bool) -> Exp
         return linear_with(p, 16, mixed, block_n=64, block_k=128, num_stages=5)
     if two and p.itemsize == 4:
         return linear_with(p, 64, mixed, block_n=32, num_warps=8)
-    if rows < 96 or (two and p.rank > 64):
+    if rows < 96 or (two and (transposed or p.rank > 64)):
         warps = 8 if transposed or (two and p.rank > 64) else 4
         return linear_with(p, 64, mixed, block_n=128, block_k=64, num_warps=warps, num_stages=4)
     if two:
-        if p.rank <= 16 and not transposed:
+        if p.rank <= 16:
             return linear_with(p, 64, mixed, block_n=256, block_k=64, num_warps=8, num_stages=3)
         return linear_with(p, 128, mixed, block_n=128, block_k=64, num_warps=8, num_stages=4)
     height = 128 if rows >= 256 and p.rank <= 64 else 64

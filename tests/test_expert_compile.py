@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from grouped_lora_ops import launch_experts
+
 ROOT = Path(__file__).parents[1]
 KB = 1024
 # arch: multiprocessors, shared memory of a block, how much is compiled
@@ -30,11 +32,15 @@ def test_they_fit(arch, tmp_path):
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     found = {k["kernel"] for k in lines}
     assert {*PRODUCTS, "rank_kernel", "tiles_kernel", "count_kernel", "place_kernel", "combine_kernel"} <= found
+    if how == "all":  # tiles of an expert, for which several slots are chosen, in every dtype
+        mixed = {(k["kernel"], k["dtype"]) for k in lines if k["constants"].get("MODE") == launch_experts.EXPERT}
+        assert mixed == {(name, dtype) for name in PRODUCTS[3:] for dtype in ("*bf16", "*fp16", "*fp32")}
     for k in lines:
         assert k["shared"] <= shared, k
         assert k["stack"] <= (0 if arch == "sm_90" else 64), k
         constants = k["constants"]  # the backward reads A and B across their rows
         if k["kernel"] in PRODUCTS and constants.get("A_UNIT", 4) == 4 and constants.get("B_UNIT", 4) in (4, -1):
-            assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k
+            ranks = 12 * constants["R_BLOCKS"] if constants["MODE"] == launch_experts.EXPERT else 0  # those of a tile's adapters
+            assert k["wide"] > 0 and k["narrow"] <= ranks and k["narrow stores"] == 0, k
         if k["kernel"] in ROWS:
             assert k["narrow"] == 0 and k["narrow stores"] == 0, k

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_the_view():
 def problems(count):
     random_ = random.Random(0)
     for _ in range(count):
-        yield launch_experts.ExpertProblem(
+        p = launch_experts.ExpertProblem(
             arch=random_.choice(["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "sm_123"]),
             sms=random_.choice([1, 20, 132, 148]),
             itemsize=random_.choice([2, 4]),
@@ -152,6 +153,7 @@ def problems(count):
             out_features=random_.choice([1, 127, 1024, 4096]),
             rank=random_.randint(1, 512),
         )
+        yield replace(p, mixed=p.slots > 1 and random_.random() < 0.7)
 
 
 def test_every_problem_gets_a_configuration():
@@ -173,6 +175,9 @@ def test_every_problem_gets_a_configuration():
                 assert part.plan_rows == rows and rows % part.block_m == 0
                 assert part.tiles == launch_experts.plan_tiles(p.routes, p.experts, p.slots) * (rows // part.block_m)
                 assert part.tiles <= room * 8
+            elif part.mode == launch_experts.EXPERT:
+                assert p.mixed and p.routes > launch_experts.ROUTE_LIMIT
+                assert part.tiles == p.experts + launch_experts.cdiv(p.routes, part.block_m) and part.block_e > p.experts
             else:
                 assert part.tiles == p.routes <= launch_experts.ROUTE_LIMIT
         if config.fused is not None:
