@@ -187,7 +187,7 @@ def want_grads(c: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 def bits(t: Tensor) -> Tensor:
     """The bit patterns: tells −0.0 from 0.0 and compares NaN with NaN."""
-    return t.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+    return t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def assert_equal(got: Tensor, want: Tensor, what: str = "") -> None:

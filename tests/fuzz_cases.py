@@ -205,10 +205,16 @@ class Draw:
 
     def needs(self, op: str, args: dict) -> tuple:
         wanted = self.of("all", "all", "some", "none", label="gradients")
-        names = [n for n in (*DIFFERENTIABLE.get(op, ()), "base") if args.get(n) is not None]
+        names = [n for n in (*DIFFERENTIABLE.get(op, ()), "base") if args.get(n) is not None and args[n].itemsize > 1]
         if wanted == "some":
             names = [n for n in names if self.draw(st.booleans(), label=f"{n} requires grad")]
         return tuple(names) if wanted != "none" else ()
+
+
+def with_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t, and what lies between its elements, in another dtype."""
+    whole = t.new_empty(0).set_(t.untyped_storage()).to(dtype)
+    return t if t.dtype == dtype else whole.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def strided_vector(d: Draw, t: Tensor, label: str) -> Tensor:
@@ -247,6 +253,11 @@ def dense(draw, ops=("shrink", "expand", "expand_", "delta", "delta_", "linear")
     h, b = d.integers(40, T, *h_axis, r), d.integers(2, *b_shape)
     base = d.integers(50, *y_shape)
     weight, bias = d.integers(2, *y_shape[1:], D), d.integers(30, *y_shape[1:])
+    scale = None
+    if op == "linear" and dtype in (torch.bfloat16, torch.float16) and d.maybe("e4m3 weight"):
+        blocks = [*weight.shape[:-2], *[-(-size // 128) for size in weight.shape[-2:]]]
+        kind = d.of(torch.float32, torch.float8_e8m0fnu, label="weight_scale's dtype")
+        scale = with_dtype(d.lay("weight_scale", d.among((0.5, 1.0, 2.0), *blocks), torch.float32), kind)
     used = set(ids.tolist())
     idle = ((ids < 0) | (ids >= L)).cpu()
     if d.maybe("poison"):
@@ -267,7 +278,8 @@ def dense(draw, ops=("shrink", "expand", "expand_", "delta", "delta_", "linear")
         "out": d.lay("out", base, dtype, writable=True) if in_place else None,
         "x": d.lay("x", x, dtype),
         "h": d.lay("h", h, sums(dtype)),
-        "weight": d.lay("weight", weight, dtype),
+        "weight": with_dtype(d.lay("weight", weight, dtype), dtype if scale is None else torch.float8_e4m3fn),
+        "weight_scale": scale,
         "lora_a": d.lay("A", a, dtype),
         "lora_b": d.lay("B", b, dtype),
         "adapter_ids": ids,
@@ -284,7 +296,7 @@ def dense(draw, ops=("shrink", "expand", "expand_", "delta", "delta_", "linear")
         "expand_": "out h lora_b adapter_ids scalings out_sizes ranks plan",
         "delta": "x lora_a lora_b adapter_ids scalings base out_sizes ranks plan",
         "delta_": "out x lora_a lora_b adapter_ids scalings out_sizes ranks plan",
-        "linear": "x weight lora_a lora_b adapter_ids scalings bias out_sizes ranks plan",
+        "linear": "x weight lora_a lora_b adapter_ids scalings bias out_sizes ranks plan weight_scale",
     }[op].split()
     args = {n: args[n] for n in names}
     grad_shape, grad_dtype = (h.shape, sums(dtype)) if op == "shrink" else (y_shape, dtype)
@@ -364,6 +376,9 @@ def model_dense(c: Call, d: dict) -> Tensor:
 
 def linear_row(d: dict, t: int) -> Tensor:
     x, w, sizes = d["x"], d["weight"], d["out_sizes"]
+    if d["weight_scale"] is not None:
+        scale = d["weight_scale"].repeat_interleave(128, -1).repeat_interleave(128, -2)
+        w = w * scale[..., : w.shape[-2], : w.shape[-1]]
     if w.dim() == 3:
         parts = [w[g] @ (x[t, g] if x.dim() == 3 else x[t]) for g in range(w.shape[0])]
         return torch.stack(parts) if parts else torch.zeros(w.shape[:2], dtype=torch.float64)

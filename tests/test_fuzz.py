@@ -196,6 +196,7 @@ WRONG_CHOICES = {
     "num_slots": (-1, 2.5, "3", None, [1], 2**70),
     "num_experts": (-1, 2.5, "3", None, [1], 2**70),
 }
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 OPTIONAL = ("base", "bias", "ranks", "plan", "row_weights", "b_gate_up", "b_down")
 FOLLOWERS = ("out", "adapter_ids", "scalings", *OPTIONAL)  # arguments whose shapes the other ones decide
 
@@ -215,7 +216,7 @@ def spoilt(d: Draw, c: Call) -> str:
         return name
     ways = ["type"]
     if value is not None:
-        ways += ["dtype", "axes", "scalar", "sparse", *(["device"] if c.op != "plan" else [])]
+        ways += ["dtype", "axes", "scalar", *(["sparse"] if value.dtype not in EIGHT_BITS else []), *(["device"] if c.op != "plan" else [])]
         unread = name == "adapter_ids" and c.op.startswith("expert_") and c.op != "expert_plan" and not slots_of(c)
         if name.endswith("ids") and value.numel() and not unread:
             ways += ["range"] * 3
@@ -235,7 +236,8 @@ def spoilt(d: Draw, c: Call) -> str:
     elif way == "none":
         value = None
     elif way == "dtype":
-        value = value.to(d.of(torch.bool, torch.int8, torch.complex64, torch.float8_e4m3fn, label="dtype"))
+        others = [torch.bool, torch.int8, torch.complex64, *([] if name == "weight" and c.op == "linear" else [torch.float8_e4m3fn])]
+        value = (value.float() if value.dtype in EIGHT_BITS else value).to(d.of(*others, label="dtype"))
     elif way == "sparse":
         value = value.detach().contiguous().to_sparse()
     elif way == "axes":
