@@ -511,6 +511,6 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
         assert k["stack"] <= (0 if arch == "sm_90" else 64), k
         slack = 100 if arch == "sm_80" and k["constants"]["W_VEC"] == 16 else 0  # e4m3 as bytes, converted before the mma
         assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= (12 + slack) * k["constants"]["R_BLOCKS"], k
-        assert k["launch_pdl"], k
+        assert k["launch_pdl"] == (arch != "sm_80"), k
         # an mma that takes columns in another order than a wgmma would give a row other bits in a tile of another height
         assert k["dtype"] == "*fp32" or arch == "sm_80" or k["k widths"] in ([], ["2"]), k
