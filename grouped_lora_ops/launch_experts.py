@@ -144,6 +144,7 @@ class ExpertWgradConfig:
     block_w: int
     block_r: int
     run: int  # tiles of the plan that one program takes in turn; longer runs of a pair are summed from parts
+    loop: int  # blocks of W that it takes in turn
     precision: str
     num_warps: int
     num_stages: int
@@ -255,7 +256,7 @@ def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
             block_c //= 2
         if tiles * chunks < 16 * p.sms:
             return shrink_with(p, 16, block_c=block_c, split=True, num_stages=4 if block_c <= 32 else 3)
-    block_m = 64 if rows >= 96 else 32 if rows >= 32 else 16
+    block_m = 64 if rows >= 48 else 32 if rows >= 32 else 16
     block_c = min(columns, 128)
     if block_c >= 128:
         return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=8 if block_m > 16 else 4, num_stages=3)
@@ -467,15 +468,19 @@ def _gate_up(p: ExpertProblem, rows: float, mixed: bool) -> ExpertLinearConfig:
 
 
 def wgrad(p: ExpertProblem) -> ExpertWgradConfig:
-    """A program takes up to 1024 routes of a pair: enough of them for long pairs, few parts to sum."""
+    """A program takes up to 1024 routes of a pair: enough of them for long pairs, few parts to sum; and several blocks of W,
+    where there are enough programs: to find its routes costs as much as 32 of them."""
     half = p.itemsize == 2
     block_r = min(64, rank_block(p.rank, 2)) if half else min(32, rank_block(p.rank, 4))
+    block_w = 128 if half else 64
+    programs = min(p.routes, p.experts * max(p.slots, 1)) * p.groups * cdiv(p.rank, block_r) * cdiv(p.in_features, block_w)
     return ExpertWgradConfig(
-        block_t=32 if half else 16,
-        block_w=128 if half else 64,
+        block_t=16 if block_r <= 32 or not half else 32,  # r 32, T = 4096: 15 to 40 % less time than 32 routes a step
+        block_w=block_w,
         block_r=block_r,
+        loop=max(1, min(8, programs // (12 * p.sms))),
         run=max(1, 1024 // plan_rows(p.routes, p.experts, p.slots)),
         precision=precision(p.itemsize),
         num_warps=8 if block_r == 64 else 4,
-        num_stages=3,
+        num_stages=4 if block_r <= 32 and half else 3,
     )

@@ -103,8 +103,8 @@ def expert_delta_kernel(
         if HAS_BASE:
             p_base += g * (p_g * O_VEC)
         blocks_of_n(
-            high, low, scale, b_base + g * (b_g * B_VEC), p_base, out + g * (o_g * O_VEC), b_n, b_r, p_n, o_n, row_p, row_o,
-            inside, rank, load_rank, 0, n_size, factor, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
+            high, low, scale, high, low, scale, b_base + g * (b_g * B_VEC), 0, p_base, out + g * (o_g * O_VEC), b_n, b_r, p_n, o_n, row_p, row_o,
+            inside, rank, load_rank, 0, n_size, factor, 1, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
 
 

@@ -49,11 +49,11 @@ def load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank):
 
 @triton.jit
 def blocks_of_n(
-    high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank, n_first, n_last, factor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, STAGES: tl.constexpr,
-    OUT: tl.constexpr, PRECISION: tl.constexpr,
+    high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank, n_first, n_last, factor,
+    SUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
+    STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Columns n_first … n_last−1 of a tile whose h is split into high and low."""
+    """Columns n_first … n_last−1 of a tile whose h is split into high and low; of the sum over two groups, b_next apart."""
     r = tl.arange(0, BLOCK_R)
     for n0 in tl.range(n_first, n_last, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
@@ -64,6 +64,9 @@ def blocks_of_n(
         if HAS_BASE:
             base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
         acc = dot_split(high, low, scale, b_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
+        if SUM_GROUPS == 2:
+            b_tile = load_b(b_base + b_next, n, n_in, r, b_n, b_r, rank, load_rank)
+            acc = dot_split(high2, low2, scale2, b_tile, acc, PRECISION)
         y = join(acc, factor, base_tile, HAS_BASE, OUT)
         tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
 
@@ -86,7 +89,7 @@ def expert_expand_kernel(
     for b, 2 for base and out, −1 for none.
 
     Route m reads row m // h_div of h. SUM_GROUPS: y sums over so many groups of h and b. LOOP: blocks of N a program
-    takes in turn, with h in registers (then R_BLOCKS = SUM_GROUPS = 1). Routes without an adapter get base or zeros.
+    takes in turn, with h in registers (then R_BLOCKS = 1 and SUM_GROUPS = 1 or 2). Routes without an adapter get base or zeros.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -140,15 +143,18 @@ def expert_expand_kernel(
     if B_UNIT == 4:
         load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
     b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + expert.to(tl.int64) * (b_e * B_VEC) + group * (b_g * B_VEC)
-    h_rows = (wide_rows // h_div) * (h_m * H_VEC) + group * (h_g * H_VEC)
+    h_rows = (rows // h_div).to(tl.int64) * (h_m * H_VEC) + group * (h_g * H_VEC)
     DTYPE: tl.constexpr = b.dtype.element_ty
     if LOOP > 1:
         if PDL:
             tl.extra.cuda.gdc_wait()
         high, low, scale = split(load_h(h, h_rows, inside, rank, R, h_c, 0, CHUNKS, H_VEC, BLOCK_R), DTYPE)
+        high2, low2, scale2 = high, low, scale
+        if SUM_GROUPS == 2:
+            high2, low2, scale2 = split(load_h(h, h_rows + h_g * H_VEC, inside, rank, R, h_c, 0, CHUNKS, H_VEC, BLOCK_R), DTYPE)
         blocks_of_n(
-            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
-            n_first, n_last, factor, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
+            high, low, scale, high2, low2, scale2, b_base, b_g * B_VEC, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
+            n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         n = n_first + tl.arange(0, BLOCK_N)
@@ -207,7 +213,7 @@ def expand(
     sum_groups = b.shape[2] if groups == 1 else 1
     b_unit, b_vec, o_unit, o_vec, n_vec = widths(b, out, base, rank)
     r_blocks = cdiv(rank, config.rank_block)
-    loop = config.loop if r_blocks == 1 and sum_groups == 1 else 1
+    loop = config.loop if r_blocks == 1 and sum_groups <= 2 else 1
     h_vec = vector_width(h, 3, rank)
     hs, bs, os_ = strides(h, 3, h_vec), strides(b, b_unit, b_vec), strides(out, o_unit, o_vec)
     ps = os_ if base is None else strides(base, o_unit, o_vec)

@@ -115,7 +115,7 @@ def expert_shrink_kernel(
     x_base = x + x_group * (x_g * X_VEC)
     a_base = a + safe_slot * (a_l * A_VEC) + safe_expert * (a_e * A_VEC) + x_group * (a_g * A_VEC)
     columns = group * (a_g * A_VEC) + r * a_r
-    row_offsets = (wide_rows // x_div) * (x_m * X_VEC)
+    row_offsets = (rows // x_div).to(tl.int64) * (x_m * X_VEC)
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     for s in tl.static_range(SUM_GROUPS):
         total += expert_rows(

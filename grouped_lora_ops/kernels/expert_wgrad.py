@@ -21,40 +21,53 @@ def pair_at(head, tile, count):
 
 @triton.jit
 def store_pair(
-    acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT: tl.constexpr
+    acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w,
+    ANY_SLOT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Write a pair's sum, times its scaling."""
+    """Write a pair's sum, times its scaling. out's axes (l, e, g, r, w); its unit axis: 4, 3 or −1."""
+    if O_UNIT == 4:
+        o_w = 1
+        o_r = o_r * O_VEC
+    elif O_UNIT == 3:
+        o_r = 1
+        o_w = o_w * O_VEC
+        R = R // O_VEC * O_VEC  # as it is; whole vectors for the compiler
     expert = pair // (L + 1)
     slot = pair % (L + 1)
     if scalings is not None:
         acc = acc * tl.load(scalings + slot)
-    ptrs = out + expert.to(tl.int64) * o_e + group * o_g + r[:, None] * o_r + w[None, :] * o_w
+    start = expert.to(tl.int64) * (o_e * O_VEC) + group * (o_g * O_VEC)
     if not ANY_SLOT:
-        ptrs += slot.to(tl.int64) * o_l
+        start += slot.to(tl.int64) * (o_l * O_VEC)
+    ptrs = out + start + r[:, None] * o_r + w[None, :] * o_w
     tl.store(ptrs, round_to(acc, out.dtype.element_ty), mask=(r < R)[:, None] & (w < W)[None, :])
 
 
-@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "W", "R", "n_div", "w_div", "n_m", "n_g", "n_r", "w_m", "w_g", "w_w", "v_m",
+@triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "W", "R", "n_m", "n_g", "n_r", "w_m", "w_g", "w_w", "v_m",
                                "o_l", "o_e", "o_g", "o_r", "o_w"),
             do_not_specialize_on_alignment=("plan", "ranks", "scalings", "weights"))  # fmt: skip
 def expert_wgrad_kernel(
     narrow, wide, out, parts, plan, ranks, scalings, weights,
-    M: "i32", E: "i32", L: "i32", TILES: "i32", W: "i32", R: "i32", n_div: "i32", w_div: "i32",
+    M: "i32", K: "i32", E: "i32", L: "i32", TILES: "i32", W: "i32", R: "i32",
     n_m: "i64", n_g: "i64", n_r: "i64", w_m: "i64", w_g: "i64", w_w: "i64", v_m: "i64",
     o_l: "i64", o_e: "i64", o_g: "i64", o_r: "i64", o_w: "i64",
-    GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, EXACT: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
-    W_VEC: tl.constexpr, W_UNIT: tl.constexpr, N_VEC: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, EXACT: tl.constexpr, N_PER_TOKEN: tl.constexpr,
+    W_PER_TOKEN: tl.constexpr, LOOP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+    W_VEC: tl.constexpr, W_UNIT: tl.constexpr, N_VEC: tl.constexpr, N_UNIT: tl.constexpr, O_VEC: tl.constexpr,
+    O_UNIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """narrow's axes (m, g, r), wide's (m, g, w); grid (tiles · W blocks, r blocks · groups). Route m reads rows m // n_div, m // w_div.
+    """narrow's axes (m, g, r), wide's (m, g, w); grid (tiles · runs of LOOP blocks of W, r blocks · groups). Route m reads rows m,
+    or m // K of what has one for each token.
 
     ANY_SLOT: a pair is an expert (L = 0). EXACT: narrow already has wide's dtype.
     """
     w_blocks = tl.cdiv(W * W_VEC, BLOCK_W)
-    tile = tl.program_id(0) // w_blocks
+    turns = tl.cdiv(w_blocks, LOOP)
+    tile = tl.program_id(0) // turns
+    w_first = (tl.program_id(0) % turns) * LOOP
+    w_last = tl.minimum(w_first + LOOP, w_blocks)
     group = tl.program_id(1) % GROUPS
     r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
-    w = (tl.program_id(0) % w_blocks) * BLOCK_W + tl.arange(0, BLOCK_W)
     head = plan + M + E
     count = tl.minimum(tl.load(head), TILES)
     if tile >= count:
@@ -84,38 +97,47 @@ def expert_wgrad_kernel(
     if N_UNIT == 2:
         n_r = 1
         rank = tl.minimum((rank + N_VEC - 1) // N_VEC * N_VEC, R // N_VEC * N_VEC)  # whole vectors: zeros past the rank
-    w_in = w < W * W_VEC
     DTYPE: tl.constexpr = wide.dtype.element_ty
-    acc = tl.zeros((BLOCK_R, BLOCK_W), tl.float32)
-    for p0 in range(first, last, BLOCK_T):
-        position = p0 + tl.arange(0, BLOCK_T)
-        live = position < last
-        rows = tl.load(plan + position, mask=live, other=0)
-        live = live & (rows >= 0) & (rows < M)
-        rows = rows.to(tl.int64)
-        n_tile = tl.load(
-            narrow + group * (n_g * N_VEC) + (rows // n_div)[None, :] * (n_m * N_VEC) + r[:, None] * n_r,
-            mask=(r < rank)[:, None] & live[None, :], other=0.0,
-        )  # fmt: skip
-        w_tile = tl.load(
-            wide + group * (w_g * W_VEC) + (rows // w_div)[:, None] * (w_m * W_VEC) + w[None, :] * w_w,
-            mask=live[:, None] & w_in[None, :], other=0.0,
-        )  # fmt: skip
-        if EXACT:
-            acc = dot(n_tile, w_tile, acc, PRECISION)
-        else:
-            n_tile = n_tile.to(tl.float32)
-            if weights is not None:
-                n_tile *= tl.load(weights + rows * v_m, mask=live, other=0.0).to(tl.float32)[None, :]
-            high, low, scale = split(n_tile, DTYPE)
-            acc = dot_split(high, low, scale, w_tile, acc, PRECISION)
     alone = new & (pair_at(head, tile + size, count) != pair)
-    if alone:
-        store_pair(acc, out, scalings, pair, E, L, r, w, R, W * W_VEC, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT)
-    else:
-        part = 2 * window + new.to(tl.int32)  # in a window one pair at most comes from the last, and one goes on into the next
-        p_ptrs = parts + ((part * GROUPS + group).to(tl.int64) * R + r[:, None]) * (W * W_VEC) + w[None, :]
-        tl.store(p_ptrs, acc, mask=(r < R)[:, None] & w_in[None, :])
+    for w_block in tl.range(w_first, w_last, num_stages=1, disable_licm=True):
+        w = w_block * BLOCK_W + tl.arange(0, BLOCK_W)
+        w_in = w < W * W_VEC
+        acc = tl.zeros((BLOCK_R, BLOCK_W), tl.float32)
+        for p0 in range(first, last, BLOCK_T):
+            position = p0 + tl.arange(0, BLOCK_T)
+            live = position < last
+            rows = tl.load(plan + position, mask=live, other=0)
+            live = live & (rows >= 0) & (rows < M)
+            n_rows = rows  # a division of 64-bit numbers would take more instructions than all else here
+            w_rows = rows
+            if N_PER_TOKEN:
+                n_rows = rows // K
+            if W_PER_TOKEN:
+                w_rows = rows // K
+            n_tile = tl.load(
+                narrow + group * (n_g * N_VEC) + n_rows.to(tl.int64)[None, :] * (n_m * N_VEC) + r[:, None] * n_r,
+                mask=(r < rank)[:, None] & live[None, :], other=0.0,
+            )  # fmt: skip
+            w_tile = tl.load(
+                wide + group * (w_g * W_VEC) + w_rows.to(tl.int64)[:, None] * (w_m * W_VEC) + w[None, :] * w_w,
+                mask=live[:, None] & w_in[None, :], other=0.0,
+            )  # fmt: skip
+            if EXACT:
+                acc = dot(n_tile, w_tile, acc, PRECISION)
+            else:
+                n_tile = n_tile.to(tl.float32)
+                if weights is not None:
+                    n_tile *= tl.load(weights + rows.to(tl.int64) * v_m, mask=live, other=0.0).to(tl.float32)[None, :]
+                high, low, scale = split(n_tile, DTYPE)
+                acc = dot_split(high, low, scale, w_tile, acc, PRECISION)
+        if alone:
+            store_pair(
+                acc, out, scalings, pair, E, L, r, w, R, W * W_VEC, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT, O_VEC, O_UNIT
+            )
+        else:
+            part = 2 * window + new.to(tl.int32)  # in a window one pair at most comes from the last, and one goes on into the next
+            p_ptrs = parts + ((part * GROUPS + group).to(tl.int64) * R + r[:, None]) * (W * W_VEC) + w[None, :]
+            tl.store(p_ptrs, acc, mask=(r < R)[:, None] & w_in[None, :])
 
 
 @triton.jit(do_not_specialize=("M", "E", "L", "TILES", "W", "R", "o_l", "o_e", "o_g", "o_r", "o_w"),
@@ -125,6 +147,7 @@ def expert_wgrad_sum_kernel(
     M: "i32", E: "i32", L: "i32", TILES: "i32", W: "i32", R: "i32",
     o_l: "i64", o_e: "i64", o_g: "i64", o_r: "i64", o_w: "i64",
     GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
+    O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
 ):  # fmt: skip
     """A pair that goes on from the window where it begins: its parts, in order. Grid (W blocks, r blocks · groups, windows)."""
     window = tl.program_id(2)
@@ -150,7 +173,7 @@ def expert_wgrad_sum_kernel(
     while pair_at(head, window * RUN, count) == pair:
         acc += tl.load(parts + (2 * window * GROUPS + group) * size + columns, mask=inside, other=0.0)
         window += 1
-    store_pair(acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT)
+    store_pair(acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT, O_VEC, O_UNIT)
 
 
 def wgrad(
@@ -178,21 +201,23 @@ def wgrad(
     n_unit = unit_axis(narrow, 2)
     n_vec = vector_width(narrow, n_unit, rank)
     ns = strides(narrow, n_unit, n_vec)
+    o_unit = unit_axis(out, 4, 3)
+    o_vec = vector_width(out, o_unit, width if o_unit == 4 else rank)
+    os_ = strides(out, o_unit, o_vec)
     grid = cdiv(width, config.block_w), cdiv(rank, config.block_r) * groups
     launch(
         name,
         expert_wgrad_kernel,
-        (tiles * grid[0], grid[1], 1),
+        (tiles * cdiv(grid[0], config.loop), grid[1], 1),
         (
             narrow, wide, out, out if parts is None else parts, plan, ranks, scalings, weights,
-            routes, experts, slots, room, width // vec, rank,
-            1 if narrow.shape[0] == routes else top_k, 1 if wide.shape[0] == routes else top_k,
+            routes, top_k, experts, slots, room, width // vec, rank,
             ns[0], 0 if narrow.shape[1] == 1 else ns[1], ns[2],
-            ws[0], 0 if wide.shape[1] == 1 else ws[1], ws[2], 0 if weights is None else weights.stride(0), *out.stride(),
+            ws[0], 0 if wide.shape[1] == 1 else ws[1], ws[2], 0 if weights is None else weights.stride(0), *os_,
         ),
         (
-            groups, config.run, slots == 0, narrow.dtype == wide.dtype and weights is None, config.block_t, config.block_w,
-            config.block_r, vec, w_unit, n_vec, n_unit, config.precision,
+            groups, config.run, slots == 0, narrow.dtype == wide.dtype and weights is None, narrow.shape[0] != routes,
+            wide.shape[0] != routes, config.loop, config.block_t, config.block_w, config.block_r, vec, w_unit, n_vec, n_unit, o_vec, o_unit, config.precision,
         ),
         config.num_warps,
         config.num_stages,
@@ -202,8 +227,8 @@ def wgrad(
             name,
             expert_wgrad_sum_kernel,
             (grid[0], cdiv(rank, 16) * groups, cdiv(tiles, config.run)),
-            (parts, out, plan, scalings, routes, experts, slots, room, width, rank, *out.stride()),
-            (groups, config.run, slots == 0, config.block_w, 16),
+            (parts, out, plan, scalings, routes, experts, slots, room, width, rank, *os_),
+            (groups, config.run, slots == 0, config.block_w, 16, o_vec, o_unit),
             4,
             1,
         )
