@@ -414,6 +414,21 @@ def test_pairs_without_routes_get_exact_zeros(counts, monkeypatch):
             assert_bits(db[0, e], torch.zeros_like(db[0, e]))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_whose_programs_take_several_blocks_in_turn(force, monkeypatch, form):
+    """dx: blocks of N behind one h, or one of gate and one of up; dA and dB: blocks of W, the last turn shorter."""
+    force("plan tall")
+    turns = []
+
+    def wgrad(p, chosen=launch_experts.wgrad):
+        turns.append(p)
+        return replace(chosen(p), block_w=32, loop=2)
+
+    monkeypatch.setattr(launch_experts, "wgrad", wgrad)
+    check_delta_backward(gradient_case(form=form, tokens=20, experts=2, features=152, out=152, weights=True, ranks=True))
+    assert turns
+
+
 @pytest.mark.parametrize("sizes", [dict(tokens=0), dict(top_k=0), dict(rank=0), dict(features=0), dict(out=0)], ids=str)
 def test_gradients_of_empty_sizes(sizes):
     c = gradient_case(poison=False, weights=True, **sizes)
