@@ -14,12 +14,11 @@ import concurrent.futures
 import json
 import multiprocessing
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from grouped_lora_ops import launch
 from grouped_lora_ops import launch_experts as le
 from grouped_lora_ops.ops import common
 
@@ -102,7 +101,6 @@ def candidates(p: le.ExpertProblem, best: dict | None = None) -> dict[str, le.Ex
         return {f"two {best} {e}": two(p, best, e) for e in expands(p)}
     found = {"default": DEFAULT(p), "default two": le.ExpertDeltaConfig(None, le.shrink(p), le.expand(p))}
     found.update({f"two {s} {middle(p)}": two(p, s, middle(p)) for s in shrinks(p)})
-    found.update({f"rows {k}": replace(found["default"], rows=le.rows(p, k)) for k in launch.ROWS_KERNELS if le.rows(p, k)})
     found.update({f"fused {c}": le.ExpertDeltaConfig(le.fused_with(p, **c), None, None) for c in fuseds(p)})
     return found
 

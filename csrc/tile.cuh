@@ -15,30 +15,24 @@ typedef long long i64;
 
 __device__ __forceinline__ u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Keep an address in registers, rather than make it again where it is used.
-template <class T> __device__ __forceinline__ void keep(T *&p) { asm("" : "+l"(p)); }
-
 // 16 bytes from global to shared memory; bytes past `valid` become zeros and are not read.
 __device__ __forceinline__ void copy16(u32 to, const void *from, int valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
-__device__ __forceinline__ void copy16(u32 to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
-// Volatile keeps it behind the barriers; it does not keep other reads and writes of shared memory from being moved past it.
 __device__ __forceinline__ void load_matrix4(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(from));
+                 : "r"(from)
+                 : "memory");
 }
 
 struct bf16 {
     static constexpr bool SCALED = false; // h's parts need no scale to fit
     static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
@@ -47,29 +41,19 @@ struct bf16 {
         asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));
         return r;
     }
-    static __device__ __forceinline__ u32 round2(float low, float high) {
-        u32 r;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-        return r;
-    }
     static __device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
 };
 
 struct fp16 {
     static constexpr bool SCALED = true;
     static __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
     static __device__ __forceinline__ u16 round(float v) {
         u16 r;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(v));
-        return r;
-    }
-    static __device__ __forceinline__ u32 round2(float low, float high) {
-        u32 r;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
         return r;
     }
     static __device__ __forceinline__ float widen(u16 v) {
@@ -97,16 +81,6 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Of this block's threads and of bulk copies; waiting for what other blocks wrote by themselves needs the cluster's scope, which
-// empties the L1 cache each time.
-__device__ __forceinline__ void barrier_wait_block(u32 barrier, u32 phase) {
-    asm volatile("{\n.reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;\n}" ::"r"(barrier),
-                 "r"(phase)
-                 : "memory");
-}
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
     asm volatile("{\n.reg .pred done;\n"
                  "again:\n"
@@ -115,28 +89,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
                  "r"(phase)
                  : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// … of a block of the cluster, by an address from `remote`.
-__device__ __forceinline__ void barrier_arrive_remote(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// `bytes` bytes (a multiple of 16) from global memory to the same place in the shared memory of the cluster's first `blocks`
-// blocks, counted by the same barrier of each.
-__device__ __forceinline__ void copy_to_cluster(u32 to, const void *from, u32 bytes, u32 barrier, u32 blocks) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier), "h"((u16)((1 << blocks) - 1))
-                 : "memory");
-}
-// What this thread wrote and read in shared memory comes before copies that other threads start into it.
-__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Arrive once all copies that this thread has started so far have landed; the barrier's count includes it.
-__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-// `threads` threads of the block, whole warps, meet at barrier number `id` (0 is __syncthreads').
-__device__ __forceinline__ void group_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 // Stores into another block's shared memory, counted by that block's barrier.
 __device__ __forceinline__ void send16(u32 to, float4 v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v.x), "f"(v.y),

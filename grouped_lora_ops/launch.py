@@ -11,7 +11,6 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 SINGLE, SCAN, PLAN = 0, 1, 2  # as in kernels.tile
 SCAN_TOKENS = 128  # up to here every program sorts the ids itself and no plan is read
@@ -113,16 +112,6 @@ class CudaConfig:
 
 
 @dataclass(frozen=True)
-class RowsConfig:
-    """A launch of csrc/rows.cu."""
-
-    kernel: RowsKernel
-    blocks: int  # one a multiprocessor, or fewer
-    threads: int
-    tile_rows: int = 0  # of the experts' plan
-
-
-@dataclass(frozen=True)
 class DeltaConfig:
     """One launch (fused) or two (shrink, then expand); before them cuda, where it is given and the layout fits it."""
 
@@ -130,7 +119,6 @@ class DeltaConfig:
     shrink: ShrinkConfig | None
     expand: ExpandConfig | None
     cuda: CudaConfig | None = None
-    rows: RowsConfig | None = None  # csrc/rows.cu, in the same way
 
 
 @dataclass(frozen=True)
@@ -414,54 +402,6 @@ def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spr
     )
 
 
-class RowsKernel(NamedTuple):
-    """A kernel of csrc/rows.cu, by the numbers in its name."""
-
-    rows: int  # a tile
-    ranks: int  # room for them, those of all merged groups
-    in_step: int  # columns of D a stage
-    out_step: int  # columns of N a stage
-    stages: int
-    cluster: int  # groups that fetch a shared A together
-    split: int  # warps that share 16 rows
-    merged: int  # groups of one x whose h comes from one pass over it
-
-
-# Those that csrc/rows.cu instantiates.
-ROWS_KERNELS = tuple(
-    RowsKernel(*numbers)
-    for numbers in (
-        (32, 16, 256, 256, 5, 1, 2, 1), (64, 16, 128, 128, 7, 1, 2, 1), (64, 16, 256, 256, 4, 1, 2, 1), (128, 16, 128, 128, 4, 1, 1, 1),
-        (64, 32, 128, 128, 6, 1, 2, 1), (128, 32, 128, 128, 4, 1, 1, 1), (64, 64, 128, 128, 5, 1, 2, 1), (128, 64, 128, 128, 3, 1, 1, 1),
-        (64, 64, 128, 128, 5, 1, 2, 2), (128, 64, 128, 128, 3, 1, 1, 2), (32, 64, 128, 128, 7, 4, 2, 1),
-    )
-)  # fmt: skip
-ROWS_SLOTS = 1024  # whose tiles a block counts in shared memory
-ROWS_FEEDERS = 128  # threads that copy
-
-
-def rows_with(
-    arch: str, sms: int, kernel: RowsKernel, itemsize: int, rank: int, groups: int, tiles: int, tile_rows: int = 0
-) -> RowsConfig | None:
-    """RowsConfig for so many tiles of each group, or None where the kernel would compute something else."""
-    if itemsize != 2 or rank > kernel.ranks // kernel.merged or groups % kernel.merged or arch not in ("sm_90", "sm_100"):
-        return None
-    cluster = kernel.cluster
-    most = sms if cluster == 1 else (sms // cluster - 1) * cluster  # a GPU's parts are not all whole clusters
-    blocks = max(cluster, min(most, tiles * groups // kernel.merged))
-    return RowsConfig(kernel, blocks, 2 * kernel.rows * kernel.split + ROWS_FEEDERS, tile_rows)
-
-
-def rows(p: Problem, kernel: tuple) -> RowsConfig | None:
-    """csrc/rows.cu for a dense problem."""
-    kernel = RowsKernel(*kernel)
-    together = kernel.cluster == 1 or (p.shared_a and p.groups % kernel.cluster == 0 and p.in_features % kernel.in_step == 0)
-    if p.slots > ROWS_SLOTS or not together or kernel.merged > 1:
-        return None
-    tiles = tile_count(kernel.rows, p.tokens, p.slots, p.slots == 1)
-    return rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, p.groups, tiles)
-
-
 def _cuda(p: Problem) -> CudaConfig | None:
     """csrc/delta.cu where it was faster than the Triton kernels on an H200 (bench/NOTES.md): a few rows."""
     if p.arch != "sm_90" or p.itemsize != 2 or p.rank > 64 or p.in_features < 1024:
@@ -482,8 +422,6 @@ def delta(p: Problem) -> DeltaConfig:
         if _matches(rule["when"], p):
             if "cuda" in rule:
                 return replace(_triton(p), cuda=cuda(p, **rule["cuda"]) if rule["cuda"] else None)
-            if "rows" in rule:
-                return replace(_triton(p), rows=rows(p, **rule["rows"]))
             if "fused" in rule:
                 if p.rank > rank_block(p.rank, p.itemsize):  # it holds h in one block of ranks
                     continue
@@ -594,9 +532,8 @@ def table(arch: str) -> dict:
     "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
     hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
     the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. "cuda": null in their place keeps csrc/delta.cu out,
-    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it, "rows": {"kernel": [64, 64, 128, 128, 5, 1, 2, 1]}
-    for csrc/rows.cu. "fused" is passed over where r is more than a block. A rule may not change what fixes a row's bits: chunk,
-    chunks and rank_block.
+    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it. "fused" is passed over where r is more than a block. A rule
+    may not change what fixes a row's bits: chunk, chunks and rank_block.
     """
     path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"
     try:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .launch import (
-    RowsConfig,
-    RowsKernel,
     cdiv,
     chunk_of,
     chunks_of,
@@ -20,7 +18,6 @@ from .launch import (
     power_of_2,
     precision,
     rank_block,
-    rows_with,
     tile_count,
 )
 
@@ -111,12 +108,11 @@ class ExpertFusedConfig:
 
 @dataclass(frozen=True)
 class ExpertDeltaConfig:
-    """One launch (fused) or two (shrink, then expand); before them rows (csrc/rows.cu), where it is given and the layout fits it."""
+    """One launch (fused) or two (shrink, then expand)."""
 
     fused: ExpertFusedConfig | None
     shrink: ExpertShrinkConfig | None
     expand: ExpertExpandConfig | None
-    rows: RowsConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -335,16 +331,6 @@ def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
     if p.a_groups == 2 and not narrow(p.arch):
         return fused_with(p, 64, block_n=32, block_k=64, num_stages=4, n_stages=4)
     return fused_with(p, 32, block_n=64, block_k=128, num_stages=3, n_stages=4)
-
-
-def rows(p: ExpertProblem, kernel: tuple) -> RowsConfig | None:
-    """csrc/rows.cu, or None where it would compute something else, or the plan has lower tiles."""
-    kernel = RowsKernel(*kernel)
-    tile_rows = plan_rows(p.routes, p.experts, p.slots)
-    if not needs_plan(p.routes) or tile_rows % kernel.rows or kernel.cluster > 1:
-        return None
-    tiles = plan_tiles(p.routes, p.experts, p.slots) * (tile_rows // kernel.rows)
-    return rows_with(p.arch, p.sms, kernel, p.itemsize, p.rank, p.groups, tiles, tile_rows)
 
 
 def delta(p: ExpertProblem) -> ExpertDeltaConfig:

@@ -3,12 +3,10 @@
 // What tile.cuh wraps is done here by hand. Stores to other blocks arrive late and in any order; shared memory is as long
 // as the launch says, starts as garbage and has forbidden pages behind it. Stands in for tile.cuh; one cluster is a grid.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -32,7 +30,6 @@ struct alignas(16) float4 { float x, y, z, w; };
 #define __launch_bounds__(n)
 #define threadIdx (::cpu::now->index)
 #define blockIdx (::cpu::now->block->index)
-#define gridDim (::cpu::grid)
 
 namespace cpu {
 constexpr size_t PAGE = 4096, STACK = 64 << 10, MOST_SHARED = 1 << 20;
@@ -45,16 +42,10 @@ struct Block {
     Index index;
     u8 *memory, *pages;
     Gate gate;
-    std::map<u32, Gate> groups;
     std::map<u32, Barrier> barriers;
     u32 running;
 };
 struct Warp { Gate gate; u64 values[32]; };
-struct Copy { // 16 bytes to shared memory, read when they land; or, with no `to`, an arrival behind those before it
-    u32 to, barrier;
-    const u8 *from;
-    u32 valid;
-};
 struct Thread {
     Index index;
     Block *block;
@@ -62,12 +53,10 @@ struct Thread {
     ucontext_t context;
     u32 cluster_target = 0;
     bool done = false;
-    std::deque<Copy> copies;
 };
 struct Send { u32 to, barrier; u8 data[16]; u32 bytes; };
 
 inline Thread *now;
-inline Index grid;
 inline ucontext_t scheduler;
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<Send> sends;
@@ -106,19 +95,6 @@ inline Barrier &barrier(u32 address) {
 inline void settle(Barrier &b) {
     if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase;
 }
-inline void land(Thread &t) {
-    const Copy c = t.copies.front();
-    t.copies.pop_front();
-    if (c.from) {
-        u8 data[16] = {};
-        memcpy(data, c.from, c.valid);
-        memcpy(at(c.to), data, 16);
-    } else {
-        Barrier &b = barrier(c.barrier);
-        if (b.pending == 0) fail("more arrive than a barrier expects");
-        --b.pending, settle(b);
-    }
-}
 inline void deliver(size_t i) {
     const Send s = sends[i];
     sends[i] = sends.back(), sends.pop_back();
@@ -132,7 +108,7 @@ inline void deliver(size_t i) {
 // `threads` threads in each of `count` blocks with `shared` bytes of shared memory run `body`.
 inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void()> body) {
     static std::function<void()> job;
-    job = body, chance.seed(seed), sends.clear(), blocks.clear(), grid = {count};
+    job = body, chance.seed(seed), sends.clear(), blocks.clear();
     cluster = {count * threads};
     std::vector<std::unique_ptr<Thread>> all;
     std::vector<std::unique_ptr<Warp>> warps;
@@ -143,7 +119,7 @@ inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void
         u8 *pages = (u8 *)mmap(nullptr, length + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         mprotect(pages + length, PAGE, PROT_NONE);
         memset(pages, 0xcd, length);
-        blocks.emplace_back(new Block{{b}, pages + length - (shared + 15) / 16 * 16, pages, {threads}, {}, {}, threads});
+        blocks.emplace_back(new Block{{b}, pages + length - (shared + 15) / 16 * 16, pages, {threads}, {}, threads});
         for (u32 t = 0; t < threads; ++t) {
             if (t % 32 == 0) warps.emplace_back(new Warp{{32}, {}});
             all.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), {}});
@@ -157,18 +133,13 @@ inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void
     for (auto &t : all) order.push_back(t.get());
     for (u64 idle = 0; !order.empty();) {
         if (seed) std::shuffle(order.begin(), order.end(), chance);
-        size_t landed = 0;
         const size_t before = order.size() + sends.size();
         for (Thread *t : order) now = t, swapcontext(&scheduler, &t->context);
         now = nullptr;
-        for (Thread *t : order)
-            for (size_t n = t->copies.size(); n > 0 && (!seed || chance() % 3); --n) land(*t), ++landed;
-        for (Thread *t : order)
-            if (t->done && !t->copies.empty()) fail("a thread ends while its copies are under way");
         for (size_t n = sends.size(); n > 0; --n)
             if (chance() % 4 || n == 1) deliver(chance() % sends.size());
         order.erase(std::remove_if(order.begin(), order.end(), [](Thread *t) { return t->done; }), order.end());
-        idle = order.size() + sends.size() == before && !landed ? idle + 1 : 0;
+        idle = order.size() + sends.size() == before ? idle + 1 : 0;
         if (idle > 20000) fail("the threads wait for each other");
     }
     for (auto &b : blocks) munmap(b->pages, (shared + PAGE - 1) / PAGE * PAGE + PAGE);
@@ -208,7 +179,6 @@ inline void barrier_expect(u32 barrier, u32 bytes) {
 inline void barrier_wait(u32 barrier, u32 phase) {
     while (cpu::barrier(barrier).phase % 2 == phase) cpu::yield();
 }
-inline void barrier_wait_block(u32 barrier, u32 phase) { barrier_wait(barrier, phase); }
 inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
     if (to % bytes) cpu::fail("a store that is not aligned");
     cpu::Send s = {to, barrier, {}, bytes};
@@ -218,105 +188,3 @@ inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
 inline void send16(u32 to, float4 v, u32 barrier) { send(to, &v, 16, barrier); }
 inline void wait_for_producer() {}
 inline void let_consumer_start() {}
-inline void barrier_arrive(u32 barrier) {
-    cpu::Barrier &b = cpu::barrier(barrier);
-    if (b.pending == 0) cpu::fail("more arrive than a barrier expects");
-    --b.pending, cpu::settle(b);
-}
-inline void barrier_arrive_remote(u32 barrier) {
-    if (!cpu::blocks.at(barrier >> 20)->running) cpu::fail("a signal to a block that has ended");
-    barrier_arrive(barrier);
-}
-inline void copy_to_cluster(u32 to, const void *from, u32 bytes, u32 barrier, u32 blocks) {
-    if (to % 16 || (u64)from % 16 || bytes % 16) cpu::fail("a copy that is not aligned");
-    for (u32 b = 0; b < blocks; ++b)
-        for (u32 i = 0; i < bytes; i += 16) send(remote(to, b) + i, (const u8 *)from + i, 16, remote(barrier, b));
-}
-inline void before_copies() {}
-template <class T> void keep(T *&) {}
-inline void copy16(u32 to, const void *from, int valid) {
-    if (to % 16 || (u64)from % 16 || valid < 0 || valid > 16) cpu::fail("a copy that is not aligned");
-    cpu::now->copies.push_back({to, 0, (const u8 *)from, (u32)valid});
-}
-inline void copy16(u32 to, const void *from) { copy16(to, from, 16); }
-inline void copies_commit() {}
-template <int N> void copies_wait() {
-    static_assert(N == 0);
-    while (!cpu::now->copies.empty()) cpu::land(*cpu::now);
-}
-inline void barrier_arrive_after_copies(u32 barrier) { cpu::now->copies.push_back({0, barrier, nullptr, 0}); }
-inline void group_sync(u32 id, u32 threads) {
-    cpu::Gate &gate = cpu::now->block->groups.try_emplace(id, cpu::Gate{threads}).first->second;
-    cpu::await(gate, cpu::arrive(gate));
-}
-template <class V> V __shfl_sync(u32, V value, u32 from) { return (V)cpu::exchange(value, from); }
-inline float __shfl_xor_sync(u32, float value, u32 by) {
-    u32 bits;
-    memcpy(&bits, &value, 4);
-    return __uint_as_float((u32)cpu::exchange(bits, threadIdx.x % 32 ^ by));
-}
-inline u32 __float_as_uint(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }
-inline u32 __byte_perm(u32 low, u32 high, u32 picks) {
-    u32 r = 0;
-    for (u32 i = 0; i < 4; ++i) {
-        const u32 pick = picks >> 4 * i & 7;
-        r |= ((pick < 4 ? low >> 8 * pick : high >> 8 * (pick - 4)) & 255) << 8 * i;
-    }
-    return r;
-}
-inline int max(int a, int b) { return a > b ? a : b; }
-inline void load_matrix4(u32 (&r)[4], u32 from) {
-    if (from % 16) cpu::fail("a matrix row that is not aligned");
-    u64 all[32];
-    cpu::exchange(from, 0, all);
-    const u32 lane = threadIdx.x % 32;
-    for (u32 m = 0; m < 4; ++m) memcpy(&r[m], cpu::at((u32)all[m * 8 + lane / 4]) + lane % 4 * 4, 4);
-}
-namespace cpu {
-struct Operands { u32 a[4], b[2]; };
-// c += a b for 16 × 8 × 16, each lane's part of it as the matrix unit deals it out.
-template <class E> void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    Operands mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
-    u64 all[32];
-    exchange((u64)&mine, 0, all);
-    const u32 lane = threadIdx.x % 32;
-    auto value = [](u32 word, u32 half) { return E::widen((u16)(word >> 16 * half)); };
-    float sums[4];
-    for (u32 e = 0; e < 4; ++e) {
-        float sum = c[e];
-        for (u32 k = 0; k < 16; ++k) {
-            const Operands &row = *(const Operands *)all[lane / 4 * 4 + k % 8 / 2], &column = *(const Operands *)all[(lane % 4 * 2 + e % 2) * 4 + k % 8 / 2];
-            sum += value(row.a[e / 2 + k / 8 * 2], k % 2) * value(column.b[k / 8], k % 2);
-        }
-        sums[e] = sum;
-    }
-    memcpy(c, sums, sizeof c);
-    exchange(0, 0); // the others have read mine
-}
-}  // namespace cpu
-struct bf16 {
-    static constexpr bool SCALED = false;
-    static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { cpu::mma<bf16>(c, a, b0, b1); }
-    static u16 round(float v) {
-        const u32 bits = __float_as_uint(v);
-        return v != v ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    }
-    static u32 round2(float low, float high) { return round(low) | (u32)round(high) << 16; }
-    static float widen(u16 v) { return __uint_as_float((u32)v << 16); }
-};
-struct fp16 {
-    static constexpr bool SCALED = true;
-    static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { cpu::mma<fp16>(c, a, b0, b1); }
-    static u16 round(float v) {
-        _Float16 h = (_Float16)v;
-        u16 bits;
-        memcpy(&bits, &h, 2);
-        return bits;
-    }
-    static u32 round2(float low, float high) { return round(low) | (u32)round(high) << 16; }
-    static float widen(u16 v) {
-        _Float16 h;
-        memcpy(&h, &v, 2);
-        return (float)h;
-    }
-};

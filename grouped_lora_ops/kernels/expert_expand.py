@@ -49,9 +49,9 @@ def load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank):
 
 @triton.jit
 def blocks_of_n(
-    high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank, n_first, n_last, factor,
-    SUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
-    STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside,
+    rank, load_rank, n_first, n_last, factor, SUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Columns n_first … n_last−1 of a tile whose h is split into high and low; of the sum over two groups, b_next apart."""
     r = tl.arange(0, BLOCK_R)

@@ -12,7 +12,7 @@ from ..launch_experts import ExpertLinearConfig, cdiv
 from .expert_linear import fetch_slots, slot_rows
 from .expert_rows import ACTIVATIONS, activate
 from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile
-from .mixed import mixed_rows, slot_rank, slots_of_rows
+from .mixed import mixed_rows, slot_rank, slots_in_order
 from .shrink import strides
 from .tile import dot, launch, round_to, unit_axis, vector_width
 
@@ -51,7 +51,7 @@ def gate_up_kernel(
     tile, n_block = program_tile(n_blocks, N_FIRST)
     MIXED: tl.constexpr = MODE == EXPERT
     if MIXED:
-        expert, rows, inside = expert_rows(tile, plan, M, E, BLOCK_M, BLOCK_E)
+        expert, rows, inside, before, follows = expert_rows(tile, plan, M, E, BLOCK_M, BLOCK_E)
     else:
         expert, slot, rows, inside = expert_tile(
             tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
@@ -88,7 +88,7 @@ def gate_up_kernel(
         return
     wide_expert = expert.to(tl.int64)
     if h is not None and MIXED:
-        bucket, first, order, count = slots_of_rows(adapters, rows // K, inside, s_t, L, BLOCK_M)
+        bucket, first, order, count = slots_in_order(adapters, rows // K, before // K, inside, follows, s_t, L)
         b_offset = wide_expert * (b_e * B_VEC)
         if PREFETCH:
             b_rows = b + b_offset + tl.where(n_in, n, 0) * b_n

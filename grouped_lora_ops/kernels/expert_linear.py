@@ -7,7 +7,7 @@ from torch import Tensor
 from ..launch_experts import ExpertLinearConfig, cdiv
 from .expert_expand import load_b, load_h
 from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile
-from .mixed import mixed_rows, nth_slot, slot_rank, slots_of_rows
+from .mixed import mixed_rows, nth_slot, slot_rank, slots_in_order
 from .shrink import strides
 from .tile import dot, dot_split, launch, prefetch, round_to, scaled, split, unit_axis, vector_width
 
@@ -95,7 +95,7 @@ def expert_linear_kernel(
     group = tl.program_id(1)
     MIXED: tl.constexpr = MODE == EXPERT
     if MIXED:
-        expert, rows, inside = expert_rows(tile, plan, M, E, BLOCK_M, BLOCK_E)
+        expert, rows, inside, before, follows = expert_rows(tile, plan, M, E, BLOCK_M, BLOCK_E)
     else:
         expert, slot, rows, inside = expert_tile(
             tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
@@ -134,7 +134,7 @@ def expert_linear_kernel(
         return
     wide_expert = expert.to(tl.int64)
     if h is not None and MIXED:
-        bucket, first, order, count = slots_of_rows(adapters, rows // K, inside, s_t, L, BLOCK_M)
+        bucket, first, order, count = slots_in_order(adapters, rows // K, before // K, inside, follows, s_t, L)
         b_offset = wide_expert * (b_e * B_VEC) + group * (b_g * B_VEC)
         if PREFETCH:
             fetch_slots(b + b_offset + tl.where(n_in, n, 0) * b_n, bucket, first, order, count, b_l * B_VEC)

@@ -70,7 +70,9 @@ def expert_tile(
 
 @triton.jit
 def expert_rows(tile, plan, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """(expert, rows [BLOCK_M], inside [BLOCK_M]) of one tile of mode EXPERT, as `expert_tile` has them.
+    """(expert, rows, inside, before, follows: [BLOCK_M]) of one tile of mode EXPERT, the first three as `expert_tile` has them.
+
+    before: the row ahead of each in the tile, where it follows one. An expert's routes lie slot by slot.
 
     An expert's tiles begin at number start // BLOCK_M + expert: never below the last of the expert before, so that no
     program adds up the experts' tiles. Numbers that are left out have no routes; there are E + ⌈M / BLOCK_M⌉ in all.
@@ -81,9 +83,13 @@ def expert_rows(tile, plan, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     start = tl.load(plan + M + expert - 1, mask=expert > 0, other=0)
     end = tl.load(plan + M + expert, mask=expert < E, other=M)
     place = start + (tile - start // BLOCK_M - expert) * BLOCK_M
-    want = place + tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, BLOCK_M)
+    want = place + lane
     inside = (want < end) & (want >= 0) & (want < M)
+    follows = inside & (lane > 0) & (want > 0)
     rows = tl.load(plan + want, mask=inside, other=0)
+    before = tl.load(plan + want - 1, mask=follows, other=0)
     inside = inside & (rows >= 0) & (rows < M)
+    follows = follows & (before >= 0) & (before < M)
     expert = tl.where(place >= end, E + 1, expert)
-    return expert, rows, inside
+    return expert, rows, inside, before, follows

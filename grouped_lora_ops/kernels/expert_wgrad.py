@@ -217,7 +217,8 @@ def wgrad(
         ),
         (
             groups, config.run, slots == 0, narrow.dtype == wide.dtype and weights is None, narrow.shape[0] != routes,
-            wide.shape[0] != routes, config.loop, config.block_t, config.block_w, config.block_r, vec, w_unit, n_vec, n_unit, o_vec, o_unit, config.precision,
+            wide.shape[0] != routes, config.loop, config.block_t, config.block_w, config.block_r, vec, w_unit, n_vec, n_unit,
+            o_vec, o_unit, config.precision,
         ),
         config.num_warps,
         config.num_stages,

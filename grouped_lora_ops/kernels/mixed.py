@@ -20,19 +20,33 @@ def slot_rank(ranks, slot, R, B_VEC: tl.constexpr, R_UNIT: tl.constexpr):
 
 
 @triton.jit
-def slots_of_rows(ids, rows, inside, ids_stride, L, BLOCK_M: tl.constexpr):
-    """(bucket, first, order, count): rows' slots, L for none; which rows are the first of their slot, their numbers, how many.
-
-    ids None: slot 0 for all rows.
-    """
-    lanes = tl.arange(0, BLOCK_M)
+def slot_of_rows(ids, rows, inside, ids_stride, L):
+    """Rows' slots, L for none. ids None: slot 0 for all rows."""
     if ids is None:
         bucket = tl.where(inside, 0, L)
     else:
         ident = tl.load(ids + rows * ids_stride, mask=inside, other=-1)
         bucket = tl.where((ident >= 0) & (ident < L), ident, L).to(tl.int32)
+    return bucket
+
+
+@triton.jit
+def slots_of_rows(ids, rows, inside, ids_stride, L, BLOCK_M: tl.constexpr):
+    """(bucket, first, order, count): rows' slots, L for none; which rows are the first of their slot, their numbers, how many."""
+    lanes = tl.arange(0, BLOCK_M)
+    bucket = slot_of_rows(ids, rows, inside, ids_stride, L)
     earlier = (bucket[None, :] == bucket[:, None]) & (lanes[None, :] < lanes[:, None])
     first = (bucket < L) & (tl.sum(earlier.to(tl.int32), 1) == 0)
+    count = first.to(tl.int32)
+    return bucket, first, tl.cumsum(count, 0) - 1, tl.sum(count, 0)
+
+
+@triton.jit
+def slots_in_order(ids, rows, before, inside, follows, ids_stride, L):
+    """`slots_of_rows` for rows that lie slot by slot: a slot's first row is one whose row before, where one follows another,
+    has another slot. (128 × 128 comparisons are 3000 instructions ahead of W.)"""
+    bucket = slot_of_rows(ids, rows, inside, ids_stride, L)
+    first = (bucket < L) & (bucket != slot_of_rows(ids, before, follows, ids_stride, L))
     count = first.to(tl.int32)
     return bucket, first, tl.cumsum(count, 0) - 1, tl.sum(count, 0)
 

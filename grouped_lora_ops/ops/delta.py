@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
-from . import common, delta_cuda, rows_cuda
+from . import common, delta_cuda
 from .expand import fill_base, grad_b, grad_h, output_shape
 from .prepared import prepared, prepared_in_place, straight
 from .shrink import backward as shrink_backward
@@ -102,11 +102,7 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
         if delta_cuda.delta(name, xg, ag, bg, baseg, outg, adapter_ids, ranks, scalings, sizes, copy, config.cuda):
             return
     mode = (config.fused or config.shrink).mode
-    sorts = mode == launch.PLAN or (config.rows is not None and dims.slots > 1)
-    plan = common.plan_for(adapter_ids, dims.slots, plan, sorts)
-    if config.rows is not None and rows_cuda.fits(xg, ag, bg, baseg, outg, sizes):
-        if rows_cuda.dense(name, xg, ag, bg, baseg, outg, adapter_ids, plan, ranks, scalings, copy, config.rows):
-            return
+    plan = common.plan_for(adapter_ids, dims.slots, plan, mode == launch.PLAN)
     if config.fused is not None:
         fused.delta(name, xg, ag, bg, baseg, outg, adapter_ids, plan, ranks, scalings, sizes, copy, config.fused)
         return

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import launch_experts
 from ..reference.expert_delta import forms
-from . import common, rows_cuda
+from . import common
 from .expert_grads import delta_backward, linear_backward
 from .expert_launch import in_dtype, outer, problem, projection, routing, run_expand, run_shrink
 from .expert_stages import mlp, mlp_backward, mlp_train
@@ -34,12 +34,6 @@ def delta(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weight
     config = common.configured(launch_experts.delta, p)
     per_token = to.per_token(x)
     shared = a.shape[1] == 1 and per_token
-    if config.rows is not None and not shared and rows_cuda.fits_experts(x, a, b, baseg, outg, row_weights):
-        done = rows_cuda.experts(
-            name, x, a, b, baseg, outg, per_token, to.ids, to.plan, ranks, scalings, row_weights, to.experts, to.room, config.rows
-        )
-        if done:
-            return out
     if config.fused is not None and not shared:
         from ..kernels import expert_delta as kernels
 

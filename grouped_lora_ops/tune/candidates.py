@@ -127,13 +127,6 @@ def cudas(p: launch.Problem) -> list[dict]:
     ]
 
 
-def many_rows(p: launch.Problem) -> list[dict]:
-    """csrc/rows.cu, whose tiles have 32 rows and more."""
-    kernels = launch.ROWS_KERNELS if p.tokens >= 256 else ()
-    fitting = [list(k) for k in kernels if k.ranks == max(16, launch.power_of_2(p.rank)) and k.rows <= 2 * p.rows_per_slot]
-    return [dict(kernel=k) for k in fitting if launch.rows(p, k) is not None]
-
-
 def two(shrink: tuple[dict, bool], expand: dict) -> tuple[str, dict]:
     """(label, rule) of two launches."""
     return f"two {shrink} {expand}", {"split": shrink[1], "shrink": shrink[0], "expand": expand}
@@ -148,10 +141,10 @@ def rules(p: launch.Problem, best: tuple[dict, bool] | None = None, middle: dict
 
 
 def one_launch(p: launch.Problem, cuda: bool) -> dict[str, dict]:
-    """The rules of one launch: Triton's fused kernel and, with `cuda`, csrc/delta.cu and csrc/rows.cu."""
+    """The rules of one launch: Triton's fused kernel and, with `cuda`, csrc/delta.cu."""
     found: dict[str, dict] = {f"fused {c}": {"fused": c} for c in fuseds(p)}
     if cuda:
-        found |= {f"cuda {c}": {"cuda": c} for c in cudas(p)} | {f"rows {c}": {"rows": c} for c in many_rows(p)}
+        found |= {f"cuda {c}": {"cuda": c} for c in cudas(p)}
     return found
 
 
