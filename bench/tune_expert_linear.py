@@ -3,8 +3,8 @@
 Every candidate must be exact on small integers (base and delta in float64, rounded once) before it is timed, and have the
 default's bits on random ones. "base alone" is PyTorch's grouped_mm over rows that are sorted already; "no lora" our own
 kernel without a delta; "mlp" a whole `expert_mlp` with both pairs (its plan made inside). With several slots candidates
-are tiles of a slot ("slots …", and what they were before: "slots default") or of an expert ("mixed …"), and "mlp, slots" is the
-layer with tiles of a slot alone. Rows "act-…": gate and up with their activation in one launch, as `expert_mlp` runs
+are tiles of a slot ("slots …") or of an expert ("mixed …"), each with its own default, and "mlp, slots" and "mlp, mixed" the
+layer with such tiles alone. Rows "act-…": gate and up with their activation in one launch, as `expert_mlp` runs
 them, which must have the bits of the two launches of training. --tiny: anywhere, tiny.
 """
 
@@ -67,10 +67,10 @@ def tiles_of(rows: float, act: bool) -> list[tuple]:
     return [t for t in tiles if t[1] <= 128] + [(64, 128, 64, 8, 4, True), (128, 64, 64, 8, 4, True)] if act else tiles
 
 
-def by_slots(p: le.ExpertProblem, act: bool) -> le.ExpertLinearConfig:
-    """The default among tiles of one slot."""
-    rows = le.rows_each(p)
-    return le._gate_up(p, rows, False) if act else le._linear(p, rows, False, False)
+def default_of(p: le.ExpertProblem, act: bool, mixed: bool) -> le.ExpertLinearConfig:
+    """The default among tiles of one slot, or of an expert."""
+    rows = le.rows_of_expert(p) if mixed else le.rows_each(p)
+    return le._gate_up(p, rows, mixed) if act else le._linear(p, rows, False, mixed)
 
 
 def candidates(p: le.ExpertProblem, act: bool) -> dict[str, le.ExpertLinearConfig]:
@@ -78,7 +78,8 @@ def candidates(p: le.ExpertProblem, act: bool) -> dict[str, le.ExpertLinearConfi
     found = {"default": (DEFAULT_ACT if act else DEFAULT)(p)}
     ways = {"": (le.rows_each(p), False)}
     if p.mixed and le.needs_plan(p.routes):
-        found["slots default"] = by_slots(p, act)
+        found["slots default"], found["mixed default"] = (default_of(p, act, mixed) for mixed in (False, True))
+        found["mixed default, not fetched"] = replace(found["mixed default"], prefetch=False)
         ways = {"slots ": ways[""], "mixed ": (le.rows_of_expert(p), True)}
     for way, (rows, mixed) in ways.items():
         found.update({f"{way}{t}": le.linear_with(p, mixed=mixed, **dict(zip(names, t))) for t in tiles_of(rows, act)})
@@ -122,8 +123,8 @@ def use(config: le.ExpertLinearConfig | None) -> None:
     common.configured.cache_clear()
 
 
-def use_slots() -> None:
-    le.linear, le.gate_up = (lambda p, transposed=False: by_slots(p, False)), (lambda p: by_slots(p, True))
+def use_tiles(mixed: bool) -> None:
+    le.linear, le.gate_up = (lambda p, transposed=False: default_of(p, False, mixed)), (lambda p: default_of(p, True, mixed))
     common.configured.cache_clear()
 
 
@@ -249,9 +250,9 @@ def main() -> None:
         ours = timer.graph_us([lambda w=w, t=made, s=shared: call(w, t, s, None, False)], rounds=args.rounds)
         whole = {}
         if w.act and w.model != "dsv3":
-            for label, choose in (("mlp", lambda: use(None)), ("mlp, slots", use_slots)):
-                if label == "mlp" or p.mixed:
-                    choose()
+            for label, mixed in (("mlp", None), ("mlp, slots", False), ("mlp, mixed", True)):
+                if mixed is None or (p.mixed and le.needs_plan(p.routes)):
+                    use(None) if mixed is None else use_tiles(mixed)
                     whole[label] = round(timer.graph_us([mlp_call(w)], rounds=args.rounds), 2)
             use(None)
         timed = sorted((r for r in rows if "us" in r), key=lambda r: r["us"])

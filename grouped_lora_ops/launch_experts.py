@@ -355,8 +355,8 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
         rank_block=rank_block(max(p.rank, 1), p.itemsize),
         n_first=True,
         block_e=max(16, power_of_2(p.experts + 1)) if mode == EXPERT else 16,
-        slot_stages=2 if p.itemsize == 2 else 1,  # three (float32: two) spill
-        prefetch=mode == EXPERT and block_m <= 32 and 0 < p.rank * p.itemsize <= 128,
+        slot_stages=2 if p.itemsize == 2 and p.rank <= 64 else 1,  # one more spills
+        prefetch=mode == EXPERT and 0 < p.rank * p.itemsize <= 128 and (p.itemsize == 2 or block_m <= 32),
         precision=precision(p.itemsize),
         num_warps=4,
         num_stages=4,
@@ -418,19 +418,19 @@ def linear(p: ExpertProblem, transposed: bool = False) -> ExpertLinearConfig:
 
 
 def _linear(p: ExpertProblem, rows: float, transposed: bool, mixed: bool) -> ExpertLinearConfig:
-    """By the routes that a tile could have. Adapters that meet in a tile cost a second accumulator (two of 128 × 256 spill)."""
+    """By the routes that a tile could have. Adapters that meet in a tile cost a second accumulator, and time behind the base
+    that another block on the multiprocessor hides: 64 rows by 4 warps. (8 warps have another layout for h Bᵀ there than for
+    the base, so that Triton moves the sums through shared memory.)
+    """
     two, wide = mixed and p.rank > 0, p.rank <= 64 and not transposed
     if rows < 16:
         return linear_with(p, 16, mixed, block_n=64, block_k=128, num_stages=5)
     if two and p.itemsize == 4:
         return linear_with(p, 64, mixed, block_n=32, num_warps=8)
-    if rows < 96 or (two and (transposed or p.rank > 64)):
-        warps = 8 if transposed or (two and p.rank > 64) else 4
-        return linear_with(p, 64, mixed, block_n=128, block_k=64, num_warps=warps, num_stages=4)
-    if two:
-        if p.rank <= 16:
-            return linear_with(p, 64, mixed, block_n=256, block_k=64, num_warps=8, num_stages=3)
-        return linear_with(p, 128, mixed, block_n=128, block_k=64, num_warps=8, num_stages=4)
+    if rows < 96 or two:
+        warps = 8 if (p.rank > 64 if two else transposed) else 4
+        more = dict(slot_stages=1) if transposed else {}
+        return linear_with(p, 64, mixed, block_n=128, block_k=64, num_warps=warps, num_stages=4, **more)
     height = 128 if rows >= 256 and p.rank <= 64 else 64
     return linear_with(p, height, mixed, block_n=256 if wide else 128, block_k=64, num_warps=8, num_stages=3)
 
@@ -445,16 +445,14 @@ def gate_up(p: ExpertProblem) -> ExpertLinearConfig:
 
 
 def _gate_up(p: ExpertProblem, rows: float, mixed: bool) -> ExpertLinearConfig:
-    """4 warps spill past rank 64, three accumulators of 128 × 128 everywhere."""
+    """4 warps spill past rank 64."""
     two = mixed and p.rank > 0
     if rows < 16:
         return linear_with(p, 16, mixed, block_n=32, block_k=128, num_stages=5)
     if two and p.itemsize == 4:
         return linear_with(p, 64, mixed, block_n=32, num_warps=8)
-    if rows < 96 or p.rank > 64 or narrow(p.arch):
+    if rows < 96 or p.rank > 64 or narrow(p.arch) or two:
         return linear_with(p, 64, mixed, block_n=64, block_k=64, num_warps=8 if p.rank > 64 else 4, num_stages=4)
-    if two:
-        return linear_with(p, 64, mixed, block_n=128, block_k=64, num_warps=8, num_stages=4)
     return linear_with(p, 128 if rows >= 256 else 64, mixed, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
