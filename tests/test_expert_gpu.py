@@ -30,7 +30,7 @@ def mlp(c, **changed):
 @pytest.mark.parametrize("router_weight", PLACEMENTS)
 def test_a_replay_follows_the_routing(router_weight, tokens):
     c = layer(router_weight=router_weight, tokens=tokens, top_k=4, experts=8, hidden=128, inner=64, rank=8, poison=False)
-    mlp(c)  # compiles
+    mlp(c, plan=glo.expert_plan(c.topk_ids, c.adapter_ids, 8, 2))  # compiles and loads both
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         plan = glo.expert_plan(c.topk_ids, c.adapter_ids, 8, 2)
