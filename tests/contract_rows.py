@@ -162,6 +162,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "expert_kernels::test_a_rows_bits_are_its_own",
         "wgrad::test_dx_of_a_row_is_its_own",
         "linear_gpu::test_a_rows_bits_are_its_own",
+        "expert_mixed::test_the_bits_of_other_tiles",
+        "expert_mixed::test_random_rows_have_the_bits_of_other_tiles",
     ),
     "kernels are held to the reference and to float64": (
         "delta::test_close_to_float64",
