@@ -287,7 +287,7 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
             return _shrink(p, 16, block_r, 64, 4, 5, False)
         # steps of 128 columns leave room for one block on a multiprocessor: for one wave of them (plain r 64 S64, T = 8192, two
         # waves: 117 µs, 101 by steps of 64)
-        one_wave = estimated_tiles(p, 64) * p.groups <= p.sms and not narrow(p.arch)
+        one_wave = (p.tokens / 64 + p.slots / 2) * p.groups <= p.sms and not narrow(p.arch)  # a slot's last tile is half full
         return _shrink(p, 64, block_r, 128, 4, 4, False) if one_wave else _shrink(p, 64, block_r, 64, 4, 5, False)
     if block_r == 64 and rows < 1024:
         return _shrink(p, 16, block_r, 128, 4, 5, False)
