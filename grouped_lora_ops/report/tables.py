@@ -185,7 +185,7 @@ def caption(rows: dict[str, dict[str, dict]]) -> str:
     for (date, commit), run in sorted(runs.items()):
         notes += [run["note"]] if run.get("note") else []
         named = ", ".join(f"{name} {version}" for name, version in sorted(run["versions"].items()))
-        parts.append(f"{date[:10]} at {commit} ({named})")
+        parts.append(f"{date[:10]} at {commit[:7]} ({named})")
     return " ".join(["Measured " + "; ".join(parts) + ".", *dict.fromkeys(notes)])
 
 
