@@ -52,6 +52,8 @@ CONTENDERS = {  # colour, marker
 FLOOR = dict(color=INK, linestyle="--", linewidth=1.1)
 BAR = dict(color=MUTED, linestyle=":", linewidth=1.3)
 PEER = dict(color=ORANGE, marker="D", linestyle="-.", linewidth=1.2)
+BASE = dict(color=GREEN, linestyle="-", marker="s", linewidth=1.2)
+TORCH_LORA = dict(color=GREEN, linestyle="--", marker="s", linewidth=1.2)
 STEPS = ((SKY, "v"), (BLUE, "o"), (GREEN, "s"), (ORANGE, "D"), (RED, "^"), (PINK, "P"))  # slots, adapters: few to many
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -245,7 +247,7 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
     figure, axes = grid_of_panels(*(1 + max(place[i] for place in places.values()) for i in (0, 1)))
     every = [r for points in lines.values() for p in points for r in p.values()]
     contenders = [name for name in CONTENDERS if any(r["contender"] == name for r in every)]
-    published, bars = (any(r.get(key) for r in every) for key in ("best_peer_us", "bar_us"))
+    published, bars, bases, theirs = (any(r.get(key) for r in every) for key in ("best_peer_us", "bar_us", "base_us", "torch_lora_us"))
     taken = {place: key for key, place in places.items()}
     for i, row in enumerate(axes):
         for j, axis in enumerate(row):
@@ -257,6 +259,8 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
                 ("floor_us", FLOOR),
                 *([("bar_us", BAR)] if bars else []),
                 *([("best_peer_us", PEER)] if published else []),
+                *([("torch_lora_us", TORCH_LORA)] if theirs else []),
+                *([("base_us", BASE)] if bases else []),
             ):
                 axis.plot(*values(points, lambda p, key=key: next(iter(p.values())).get(key)), **look)
             for contender in reversed(contenders):
@@ -275,6 +279,8 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
         ({"best published peer": PEER} if published else {})
         | {"floor": FLOOR}
         | ({"the project's bar": BAR} if bars else {})
+        | ({"torch, the base alone": BASE} if bases else {})
+        | ({"torch, with LoRA": TORCH_LORA} if theirs else {})
     )
     legend(figure, [Line2D([], [], label=label, **look) for label, look in looks.items()])
     text = "Lower is better; both axes are logarithmic. The floor is what moving the bytes (or the arithmetic) takes."
