@@ -102,6 +102,18 @@ def test_a_prepared_call_goes_past_the_dispatcher(gpu, straight):
     assert second.base._version > version and not straight and len(gpu.launches) == 6
 
 
+def test_a_linear_goes_past_the_dispatcher(gpu, monkeypatch):
+    monkeypatch.setattr(prepared, "_on_gpu", lambda t: True)
+    linear = importlib.import_module("grouped_lora_ops.ops.linear")
+    first, second = (small(tokens=3, seed=seed, poison=False) for seed in (0, 1))
+    weight = torch.randint(-2, 3, (*second.base.shape[1:], second.x.shape[-1])).to(second.x.dtype)
+    op("linear")(first.x, weight, *first.factors[1:], None, None, first.ranks)
+    monkeypatch.setattr(linear, "_op", None)
+    with torch.inference_mode():
+        y = gl.linear(second.x, weight, *second.factors[1:], ranks=second.ranks)
+    assert_equal(y, reference.linear(second.x, weight, *second.factors[1:], ranks=second.ranks))
+
+
 class Named(torch.Tensor):
     pass
 

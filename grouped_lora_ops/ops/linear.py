@@ -12,7 +12,7 @@ from .._library import define, once_differentiable
 from . import common
 from .expand import grad_b, grad_h, output_shape
 from .expert_common import cast_unless_float32, gradient_of
-from .prepared import prepared
+from .prepared import prepared, straight
 from .shrink import backward as shrink_backward
 from .shrink import run as run_shrink
 
@@ -56,6 +56,10 @@ def linear(
 
     Raises ValueError before anything is launched for arguments that do not fit together, TypeError for wrong types.
     """
+    if weight_scale is None:
+        done, y = _straight(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+        if done:
+            return y
     _checks.tensor_types(
         "linear",
         {"x": x, "weight": weight, "lora_a": lora_a, "lora_b": lora_b, "adapter_ids": adapter_ids, "scalings": scalings},
@@ -269,3 +273,4 @@ _op = define(
     setup_context=_setup,
     autocast=_autocast,
 )
+_straight = straight(_cuda)
