@@ -88,7 +88,8 @@ def test_an_sdist_makes_a_complete_wheel(tmp_path):
         shutil.copytree(ROOT / name, clean / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, clean)
-    sdist = build("sdist", clean, tmp_path)
+    files = [p.relative_to(clean) for p in (clean / "grouped_lora_ops").rglob("*") if p.is_file()]
+    sdist = build("sdist", clean, tmp_path)  # which may leave bytecode behind
     with tarfile.open(sdist) as archive:
         filtered = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # 3.10.12, 3.11.4 and newer
         archive.extractall(unpacked, **filtered)
@@ -97,7 +98,6 @@ def test_an_sdist_makes_a_complete_wheel(tmp_path):
     assert (unpacked / "CHANGELOG.md").is_file() and (unpacked / "csrc" / "launcher.c").is_file()
     wheel = zipfile.ZipFile(build("wheel", unpacked, tmp_path, GROUPED_LORA_BUILD_ARCHS=""))
     packed = set(wheel.namelist())
-    files = [p.relative_to(clean) for p in (clean / "grouped_lora_ops").rglob("*") if p.is_file()]
     assert {str(p) for p in files} <= packed
     assert {f"grouped_lora_ops/csrc/{p.name}" for p in (ROOT / "csrc").iterdir() if p.suffix in (".cu", ".cuh")} <= packed
     assert not [name for name in packed if name.endswith(".cubin") or name.split("/")[0] in ("tests", "bench", "examples")]
