@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from cases import assert_equal, build, rounded
 
-from grouped_lora_ops import launch, reference
+from grouped_lora_ops import launch, launch_linear, reference
 from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with, scaled_with
+from grouped_lora_ops.ops import common, prepared
 
 # How rows are tiled: as they come (in one tile or several), or sorted by slot, by a scan of the ids or from a plan.
 WAYS = {
@@ -26,6 +29,24 @@ SCALED_WAYS = {
     "sorted": lambda p: scaled_with(p, SORTED, 16, block_n=128, num_warps=8),
     "plan": lambda p: scaled_with(p, launch.SINGLE if p.slots == 1 else launch.PLAN, 32),
 }
+
+
+def tiling(monkeypatch, choice, ways):
+    """tiling(…)("plan"): every product whose tiles launch_linear.<choice> chooses has those of ways["plan"] from here on."""
+
+    def apply(way: str):
+        common.configured.cache_clear()
+        prepared.forget()
+
+        def choose(p, transposed=False, fp16=False):
+            config = ways[way](p)
+            if config.shrink is None:  # no adapters: the same tiles, of rows as they come
+                config = replace(config, mode=ROWS, tiles=launch.cdiv(p.tokens, config.block_m))
+            return config
+
+        monkeypatch.setattr(launch_linear, choice, choose)
+
+    return apply
 
 
 def case(form="wo_a", dtype=torch.bfloat16, **kw):

@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import fake_gpu
@@ -17,11 +16,10 @@ import pytest
 import torch
 import torch._dynamo.testing
 from cases import DTYPES, FORMS, NAN, assert_bits, assert_equal, place
-from linear_cases import WAYS, arguments, call, case, check, leaves_of, random_case, want_grads, want_linear
+from linear_cases import WAYS, arguments, call, case, check, leaves_of, random_case, tiling, want_grads, want_linear
 
 from grouped_lora_ops import launch, launch_linear, reference
-from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED, linear_with
-from grouped_lora_ops.ops import common, prepared
+from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED
 
 ROOT = Path(__file__).parents[1]
 thorough = pytest.mark.thorough
@@ -32,21 +30,7 @@ SLOTS_TOO = pytest.mark.parametrize("way", ["short rows", "sorted", "slots", "pl
 @pytest.fixture
 def way_of(monkeypatch):
     """way_of("plan"): every product from here on is tiled so."""
-
-    def apply(way: str):
-        common.configured.cache_clear()
-        prepared.forget()
-
-        def choose(p, transposed=False, fp16=False):
-            config = WAYS[way](p)
-            if config.shrink is None:  # no adapters: the same tiles, of rows as they come
-                rows = linear_with(p, ROWS, config.block_m)
-                config = replace(config, mode=ROWS, tiles=rows.tiles)
-            return config
-
-        monkeypatch.setattr(launch_linear, "linear", choose)
-
-    return apply
+    return tiling(monkeypatch, "linear", WAYS)
 
 
 @pytest.mark.parametrize("form", FORMS)

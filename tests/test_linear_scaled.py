@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from dataclasses import replace
 
 import fake_gpu
 import pytest
@@ -22,6 +21,7 @@ from linear_cases import (
     random_scaled,
     scaled_case,
     spread,
+    tiling,
     want_grads,
     want_linear,
 )
@@ -29,8 +29,7 @@ from linear_cases import (
 import grouped_lora_ops as gl
 from grouped_lora_ops import launch, launch_linear, reference
 from grouped_lora_ops.kernels.scaled import from_e4m3, scale_value
-from grouped_lora_ops.launch_linear import ROWS, scaled_with
-from grouped_lora_ops.ops import common, prepared
+from grouped_lora_ops.launch_linear import ROWS
 
 thorough = pytest.mark.thorough
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,20 +39,7 @@ FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 @pytest.fixture
 def way_of(monkeypatch):
     """way_of("plan"): every product with an e4m3 weight is tiled so from here on."""
-
-    def apply(way: str):
-        common.configured.cache_clear()
-        prepared.forget()
-
-        def choose(p, transposed=False, fp16=False):
-            config = SCALED_WAYS[way](p)
-            if config.shrink is None:
-                config = replace(config, mode=ROWS, tiles=scaled_with(p, ROWS, config.block_m).tiles)
-            return config
-
-        monkeypatch.setattr(launch_linear, "scaled", choose)
-
-    return apply
+    return tiling(monkeypatch, "scaled", SCALED_WAYS)
 
 
 def check_dx(kernels, c, weight, scale, bias):
