@@ -51,7 +51,7 @@ typedef struct {
   Pair *pair;
 } Call;
 
-enum { VERSION = 2 }; /* as in driver.py: raise both when either's use of the other changes */
+enum { VERSION = 3 }; /* as in driver.py: raise both when either's use of the other changes */
 static const Exchange *torch_exchange;
 static PyTypeObject *tensor_type;
 
@@ -112,7 +112,26 @@ static PyObject *describe(PyObject *self, PyObject *args) {
       memcpy(key + n, &t.device, sizeof t.device), n += sizeof t.device;
       memcpy(key + n, t.shape, bytes), n += bytes;
       memcpy(key + n, t.strides, bytes), n += bytes;
-    } else if (PyLong_Check(o)) {
+    } else if (PyUnicode_CheckExact(o)) {
+      Py_ssize_t size;
+      const char *text = PyUnicode_AsUTF8AndSize(o, &size);
+      if (text == NULL || size > 255 || n + 2 + (size_t)size > KEY) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+      }
+      key[n++] = 's';
+      key[n++] = (unsigned char)size;
+      memcpy(key + n, text, (size_t)size), n += (size_t)size;
+    } else if (PyFloat_CheckExact(o)) {
+      double value = PyFloat_AsDouble(o);
+      if (n + 9 > KEY) Py_RETURN_NONE;
+      key[n++] = 'f';
+      memcpy(key + n, &value, 8), n += 8;
+    } else if (PyBool_Check(o)) {
+      if (n + 2 > KEY) Py_RETURN_NONE;
+      key[n++] = 'b';
+      key[n++] = o == Py_True;
+    } else if (PyLong_CheckExact(o)) {
       int64_t value = PyLong_AsLongLong(o);
       if ((value == -1 && PyErr_Occurred()) || n + 9 > KEY) {
         PyErr_Clear();
@@ -128,7 +147,7 @@ static PyObject *describe(PyObject *self, PyObject *args) {
       key[n++] = (unsigned char)size;
       for (Py_ssize_t k = 0; k < size; k++) {
         PyObject *item = list ? PyList_GetItem(o, k) : PyTuple_GetItem(o, k);
-        if (!PyLong_Check(item)) Py_RETURN_NONE;
+        if (!PyLong_CheckExact(item)) Py_RETURN_NONE;
         int64_t value = PyLong_AsLongLong(item);
         if (value == -1 && PyErr_Occurred()) {
           PyErr_Clear();

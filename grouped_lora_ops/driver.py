@@ -27,7 +27,7 @@ def _built_launcher():
     try:
         from . import _launcher
 
-        _launcher.setup(2, Tensor, Tensor.__dlpack_c_exchange_api__)
+        _launcher.setup(3, Tensor, Tensor.__dlpack_c_exchange_api__)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu").t()
         read = _launcher.describe((probe, None))
     except (ImportError, AttributeError, RuntimeError, ValueError):  # not built, or from an older launcher.c; another DLPack
@@ -149,7 +149,7 @@ def describe_in_python(args: tuple):
     """A key of everything that checks and launch choices read of a call's arguments: None where there is no such key.
 
     Of a tensor: shape, strides, dtype, device, the alignment of its address up to 16 bytes, and which arguments share an
-    address. An int and a list of int by value. Addresses and contents are no part of it.
+    address. An int, a bool, a float, a str and a list of int by value. Addresses and contents are no part of it.
     """
     key, seen = [], []
     for value in args:
@@ -159,8 +159,10 @@ def describe_in_python(args: tuple):
             address = value.data_ptr()
             seen.append(address)
             key.append((value.shape, value.stride(), value.dtype, value.get_device(), address & -address & 15))
-        elif type(value) is int:
+        elif type(value) in (int, str):
             key.append(value)
+        elif type(value) in (bool, float):  # with its type and bits: True == 1 == 1.0, 0.0 == -0.0, and a NaN is not itself
+            key.append((type(value), struct.pack("=d", value)))
         elif isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
             key.append(tuple(value))
         else:
@@ -345,7 +347,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 # --- Triton's compiled kernels ---
 
 _TRITON = ("3.6", "3.7")  # releases whose kernels take their parameters, then two scratch pointers
-_SIZES = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "i1": "b", "i8": "b", "i16": "h", "u1": "B", "u8": "B", "u16": "H"}
+_SIZES = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "i1": "b", "i8": "b", "i16": "h", "u1": "B", "u8": "B", "u16": "H", "fp32": "f"}
 
 
 @functools.cache

@@ -207,8 +207,26 @@ def test_every_number_of_the_arguments_is_part_of_the_key(gpu):
     assert len(keys) == 1 + len(other) + 4 + 2 + 1 + 3
     again = small(seed=5)
     assert driver.describe((*again.factors, again.base, None, again.ranks)) in keys
-    assert driver.describe((c.x, "text")) is None
     assert driver.describe((c.x, [0.5])) is None
+    assert driver.describe((c.x, [True])) is None
+
+
+def test_words_and_numbers_are_part_of_the_key_with_their_types(gpu):
+    values = ["swiglu", "relu2", "input", "", "1", "é", 1, True, 1.0, 0, False, 0.0, -0.0, 7.0, float("nan"), float("inf"), None, [1], [0]]
+    keys = [driver.describe((value, "x")) for value in values]
+    assert None not in keys and len(set(keys)) == len(values)
+    again = [driver.describe((value, "x")) for value in ["".join(["swi", "glu"]), float("7"), float("nan")]]
+    assert again == [keys[0], keys[13], keys[14]], "by value"
+    assert driver.describe(("ab", "c")) != driver.describe(("a", "bc"))
+
+    class Word(str):
+        pass
+
+    class Number(float):
+        pass
+
+    for value in (Word("swiglu"), Number(7.0), {}, b"swiglu", 1j):
+        assert driver.describe((value,)) is None
 
 
 def test_a_tensor_whose_address_is_not_aligned_has_another_key(gpu):
