@@ -103,7 +103,7 @@ def tensors(w, seed: int | None) -> dict:
 def call(w, t: dict, shared: dict, plan, lora: bool = True):
     if w.act:
         layer = layer_of(w, t, shared, plan, lora)
-        return layer.activated_at_once("expert_mlp", layer.routing())
+        return layer.activated_at_once("expert_mlp", layer.x, layer.routing())
     a, b, scalings = (t["lora_a"], t["lora_b"], shared["scalings"]) if lora else (None, None, None)
     return expert_cuda.linear(t["x"], t["weight"], a, b, shared["expert_ids"], shared["adapter_ids"], scalings, None, None, None, plan)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from grouped_lora_ops import launch_experts as le
-from grouped_lora_ops.ops import common
+from grouped_lora_ops.ops import common, prepared
 
 from . import expert_workloads as workloads
 from .measure import sets_for, timer_for
@@ -108,6 +108,7 @@ def candidates(p: le.ExpertProblem, best: dict | None = None) -> dict[str, le.Ex
 def use(config: le.ExpertDeltaConfig | None) -> None:
     le.delta = DEFAULT if config is None else lambda p: config
     common.configured.cache_clear()
+    prepared.forget()
 
 
 def call(w, t: dict, shared: dict, plan):

@@ -335,6 +335,13 @@ class recording:
             recordings -= 1
 
 
+def refuse() -> None:
+    """What the running tape holds is not all that this call writes: it is not to be repeated."""
+    running = tape()
+    if running is not None:
+        running.refuse()
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.empty, known to the running tape."""
     made = torch.empty(shape, dtype=dtype, device=device)

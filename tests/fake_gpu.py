@@ -23,7 +23,8 @@ POINTERS = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64}
+C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+DTYPES = {kind: dtype for dtype, kind in POINTERS.items()}
 STREAM = 0x57
 pointer = ctypes.POINTER
 
@@ -87,7 +88,7 @@ class FakeGpu:
                 values.append(constants[i])
             elif kind[0] == "*":
                 address = ctypes.c_uint64.from_address(parameters[next(numbers)]).value
-                t = self.tensors[address]
+                t = self.tensors[address] if address else torch.empty(0, dtype=DTYPES[kind])
                 values.append(t.view(torch.uint8) if kind == "*u8" else t)
                 assert POINTERS[values[-1].dtype] == kind
             else:
@@ -138,6 +139,7 @@ def install(monkeypatch, way: str) -> FakeGpu:
     monkeypatch.setattr(driver, "run", watched)
     monkeypatch.setattr(driver, "library", lambda: gpu)
     monkeypatch.setattr(driver, "stream_of", lambda device: STREAM)
-    for stem in ("shrink", "expand", "delta", "plan", "linear"):
+    experts = [f"expert_{stem}" for stem in ("plan", "shrink", "expand", "delta", "linear", "gate_up", "rows")]
+    for stem in ("shrink", "expand", "delta", "plan", "linear", *experts):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", gpu.triton)
     return gpu

@@ -12,7 +12,7 @@ from conftest import GPU, poisoned
 from torch import Tensor
 
 from grouped_lora_ops import launch_experts, reference
-from grouped_lora_ops.ops import common
+from grouped_lora_ops.ops import common, prepared
 
 DEVICE = "cuda" if GPU else "cpu"
 thorough = pytest.mark.thorough
@@ -43,6 +43,7 @@ def force(monkeypatch):
     def apply(how: str):
         words = how.split()
         common.configured.cache_clear()
+        prepared.forget()
         if "plan" in words:
             monkeypatch.setattr(launch_experts, "ROUTE_LIMIT", 0)
         tall = "tall" in words

@@ -76,7 +76,8 @@ def expand_(
 
 
 def fill_base(base: Tensor | None, out: Tensor) -> None:
-    """out where there is nothing to add: base, or zeros."""
+    """out where there is nothing to add: base, or zeros, by PyTorch's kernels."""
+    driver.refuse()
     if base is None:
         out.zero_()
     elif base is not out:

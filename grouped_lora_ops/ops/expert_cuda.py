@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import launch_experts
+from .. import driver, launch_experts
 from ..reference.expert_delta import forms
 from . import common
+from .expand import fill_base
 from .expert_grads import delta_backward, linear_backward
 from .expert_launch import in_dtype, outer, problem, projection, routing, run_expand, run_shrink
 from .expert_stages import mlp, mlp_backward, mlp_train
@@ -19,15 +20,16 @@ def delta(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weight
     a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
     groups, out_features = b.shape[2], b.shape[3]
     routes = expert_ids.shape[0] * expert_ids.shape[1]
-    out = x.new_empty(routes, groups * out_features)
+    out = driver.empty((routes, groups * out_features), x.dtype, x.device)
     experts, slots, rank, features = max(a.shape[1], b.shape[1]), a.shape[0], a.shape[3], x.shape[1]
     if min(a.shape[1], b.shape[1]) == 0:
         experts = 0
-    to = routing(expert_ids, adapter_ids, experts, slots, plan)
     if out.numel() == 0:
         return out
     if rank == 0 or slots == 0 or features == 0 or experts == 0:
-        return out.zero_() if base is None else out.copy_(base)
+        fill_base(base, out)
+        return out
+    to = routing(expert_ids, adapter_ids, experts, slots, plan)
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     outg, baseg = outer(out, groups), None if base is None else outer(base, groups)
     p = problem(x, to, groups, a.shape[2], features, out_features, rank)

@@ -8,6 +8,7 @@ from .. import _checks_experts, reference
 from .._library import define, once_differentiable
 from . import common
 from .expert_common import cast_unless_float32, gradient_of
+from .prepared import prepared, straight
 
 
 def expert_delta(
@@ -44,12 +45,16 @@ def expert_delta(
     Raises ValueError before anything is launched for arguments that do not fit together, and on the CPU for ids out of
     range; TypeError for wrong types.
     """
+    args = (x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weights, ranks, plan)
+    done, y = _straight(*args)
+    if done:
+        return y
     _checks_experts.tensor_types(
         "expert_delta",
         {"x": x, "lora_a": lora_a, "lora_b": lora_b, "expert_ids": expert_ids, "scalings": scalings},
         {"adapter_ids": adapter_ids, "base": base, "row_weights": row_weights, "ranks": ranks, "plan": plan},
     )
-    return _op(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weights, ranks, plan)
+    return _op(*args)
 
 
 def _checked(values, x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base, row_weights, ranks, plan):
@@ -71,7 +76,7 @@ def _cpu(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base=None, row_we
     )
 
 
-@common.on_device
+@prepared
 def _cuda(x, lora_a, lora_b, expert_ids, adapter_ids, scalings, base=None, row_weights=None, ranks=None, plan=None):
     from . import expert_cuda
 
@@ -145,3 +150,4 @@ _op = define(
     setup_context=_setup,
     autocast=_autocast,
 )
+_straight = straight(_cuda)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import launch_experts
+from .. import driver, launch_experts
 from ..reference.expert_delta import forms
 from . import common
+from .expand import fill_base
 from .expert_plan import build
 from .shrink import run as dense_shrink
 
@@ -102,7 +103,7 @@ def run_shrink(
         p = problem(x, to, groups, groups if x.shape[1] == 1 else 1, features, 0, rank)
         config = common.configured(launch_experts.shrink, p, False)
     chunks = config.chunks if config.split else 1
-    h = torch.empty(chunks, to.routes, groups, rank, dtype=torch.float32, device=x.device)
+    h = driver.empty((chunks, to.routes, groups, rank), torch.float32, x.device)
     kernels.shrink(
         name, x, a, h, per_token, to.ids, to.adapters, to.plan, ranks, scalings, to.experts, to.room, fill, config
     )
@@ -175,17 +176,20 @@ def projection(
     weights: Tensor | None,  # [M]
     ranks: Tensor | None,
     staged: bool,
+    out: Tensor | None = None,  # [M, N], to write into
 ) -> Tensor:
     """(x Wᵀ + delta + bias) · weight of every route, [M, N]; staged: x Wᵀ + delta rounded, then + bias · weight.
 
     Base and delta share one float32 accumulator, so this is our own kernel everywhere: a product of PyTorch's
     `grouped_mm` is rounded to bf16 before a delta could join it, and without LoRA it would have other bits than with.
     """
-    out = x.new_empty(to.routes, weight.shape[1:-1].numel())
+    if out is None:
+        out = driver.empty((to.routes, weight.shape[1:-1].numel()), x.dtype, x.device)
     if out.numel() == 0:
         return out
     if to.experts == 0:
-        return out.zero_()
+        fill_base(None, out)
+        return out
     from ..kernels import expert_linear as kernels
 
     w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1)
@@ -198,7 +202,7 @@ def projection(
 
 def summed(name: str, rows: Tensor, like: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
     """[T, W] = Σ_k rows [M, W] (· weight) in float32, in like's dtype."""
-    out = torch.empty(to.tokens, rows.shape[1], dtype=like.dtype, device=rows.device)
+    out = driver.empty((to.tokens, rows.shape[1]), like.dtype, rows.device)
     if out.numel():
         from ..kernels import expert_rows as kernels
 
@@ -215,7 +219,7 @@ def run_dot(name: str, p: Tensor, q: Tensor, out: Tensor, to: Routing, per_exper
 
 def weighted_rows(name: str, rows: Tensor, weights: Tensor | None, to: Routing, dtype) -> Tensor:
     """rows [T or M, D] · weights [M], one row for each route, in dtype; zeros where it is masked."""
-    out = torch.empty(to.routes, rows.shape[1], dtype=dtype, device=rows.device)
+    out = driver.empty((to.routes, rows.shape[1]), dtype, rows.device)
     if out.numel():
         from ..kernels import expert_rows as kernels
 
@@ -229,11 +233,12 @@ def activated_projection(
 ) -> Tensor:  # fmt: skip
     """a = act(x Wᵀ + delta + bias) (· weight) of every route, [M, I], in one launch behind the shrink; h1 is not stored."""
     groups = 1 if activation == "relu2" else 2
-    out = x.new_empty(to.routes, weight.shape[1:-1].numel() // groups)
+    out = driver.empty((to.routes, weight.shape[1:-1].numel() // groups), x.dtype, x.device)
     if out.numel() == 0:
         return out
     if to.experts == 0:
-        return out.zero_()
+        fill_base(None, out)
+        return out
     from ..kernels import expert_gate_up as kernels
 
     w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, groups)

@@ -8,6 +8,7 @@ from .. import _checks_experts, reference
 from .._library import define, once_differentiable
 from . import common
 from .expert_common import cast_unless_float32, gradient_of
+from .prepared import prepared, straight
 
 
 def expert_linear(
@@ -40,6 +41,10 @@ def expert_linear(
     Raises ValueError before anything is launched for arguments that do not fit together, and on the CPU for ids out of
     range; TypeError for wrong types.
     """
+    args = (x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias, row_weights, ranks, plan)
+    done, y = _straight(*args)
+    if done:
+        return y
     _checks_experts.tensor_types(
         "expert_linear",
         {"x": x, "weight": weight, "expert_ids": expert_ids},
@@ -54,7 +59,7 @@ def expert_linear(
             "plan": plan,
         },
     )
-    return _op(x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias, row_weights, ranks, plan)
+    return _op(*args)
 
 
 def _checked(values, x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias, row_weights, ranks, plan):
@@ -77,7 +82,7 @@ def _cpu(
     return reference.expert_linear(*args, bias=bias, row_weights=row_weights, ranks=ranks)
 
 
-@common.on_device
+@prepared
 def _cuda(
     x, weight, lora_a, lora_b, expert_ids, adapter_ids, scalings, bias=None, row_weights=None, ranks=None, plan=None
 ):
@@ -163,3 +168,4 @@ _op = define(
     setup_context=_setup,
     autocast=_autocast,
 )
+_straight = straight(_cuda, op=_op)

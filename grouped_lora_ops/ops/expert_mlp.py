@@ -10,6 +10,7 @@ from .._checks_experts import Mlp
 from .._library import define, once_differentiable
 from . import common
 from .expert_common import cast_unless_float32, gradient_of
+from .prepared import prepared, straight
 
 # positions of what the backward op has gradients for, in its order
 DIFFERENTIABLE = tuple(
@@ -67,10 +68,14 @@ def expert_mlp(
     Raises ValueError before anything is launched for arguments that do not fit together, and on the CPU for ids out of
     range; TypeError for wrong types.
     """
-    m = Mlp(
+    args = (
         x, topk_ids, topk_weights, w_gate_up, w_down, gate_up_a, gate_up_b, down_a, down_b, adapter_ids, scalings,
         b_gate_up, b_down, activation, activation_limit, router_weight, ranks, plan,
     )  # fmt: skip
+    done, y = _straight(*args)
+    if done:
+        return y
+    m = Mlp(*args)
     _checks_experts.mlp_types("expert_mlp", m)
     if torch.is_grad_enabled() and any(m[i] is not None and m[i].requires_grad for i in DIFFERENTIABLE):
         return _train_op(*m)[0]
@@ -101,7 +106,7 @@ def _train_cpu(*args):
     return _reference(reference.expert_mlp_train, _checked(True, args)[0])
 
 
-@common.on_device
+@prepared
 def _cuda(*args):
     from . import expert_cuda
 
@@ -198,6 +203,7 @@ _op = define(
     setup_context=_setup,
     autocast=_autocast,
 )
+_straight = straight(_cuda, op=_op)
 _train_op = define(
     f"expert_mlp_train({_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     cpu=_train_cpu,

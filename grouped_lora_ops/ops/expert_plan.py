@@ -9,7 +9,7 @@ from .. import _checks, _checks_experts, driver, launch, launch_experts, referen
 from .._library import define
 from ..reference.expert_plan import route_pairs
 from . import common, plan_cuda
-from .prepared import prepared
+from .prepared import prepared, straight
 
 
 def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, num_slots: int) -> Tensor:
@@ -32,6 +32,9 @@ def expert_plan(topk_ids: Tensor, adapter_ids: Tensor | None, num_experts: int, 
     Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … E or an adapter outside −1 … L−1;
     TypeError for wrong types.
     """
+    done, made = _straight(topk_ids, adapter_ids, num_experts, num_slots)
+    if done:
+        return made
     _checks.tensor_types("expert_plan", {"topk_ids": topk_ids}, {"adapter_ids": adapter_ids})
     _checks.int_type("expert_plan", "num_experts", num_experts)
     _checks.int_type("expert_plan", "num_slots", num_slots)
@@ -100,3 +103,4 @@ _op = define(
     cuda=_cuda,
     fake=_fake,
 )
+_straight = straight(_cuda)

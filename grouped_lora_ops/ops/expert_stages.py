@@ -57,31 +57,33 @@ class Layer(Mlp):
             )
         return a
 
-    def down(self, name: str, a: Tensor, to: Routing) -> Tensor:
+    def down(self, name: str, a: Tensor, to: Routing, out: Tensor | None = None) -> Tensor:
         """h2 with its bias, [M, H]."""
         weights = self.weights if self.router_weight == "pre_down" and self.b_down is not None else None
         factors = (self.down_a, self.down_b)
-        return projection(name, a, self.w_down, *factors, to, self.scalings, self.b_down, weights, self.ranks, True)
+        return projection(name, a, self.w_down, *factors, to, self.scalings, self.b_down, weights, self.ranks, True, out)
 
-
-    def activated_at_once(self, name: str, to: Routing) -> Tensor:
-        """a without h1 in memory: the bits of `hidden` and `activated`."""
+    def activated_at_once(self, name: str, x: Tensor, to: Routing) -> Tensor:
+        """a from x of `inputs`, without h1 in memory: the bits of `hidden` and `activated`."""
         weights = self.weights if self.router_weight == "pre_down" else None
         return activated_projection(
-            name, self.inputs(name, to), self.w_gate_up, self.gate_up_a, self.gate_up_b, to, self.scalings, self.b_gate_up,
+            name, x, self.w_gate_up, self.gate_up_a, self.gate_up_b, to, self.scalings, self.b_gate_up,
             weights, self.ranks, self.activation, self.activation_limit,
         )  # fmt: skip
 
-    def combined(self, name: str, a: Tensor, to: Routing) -> Tensor:
-        """y from a: down, then the sum over k."""
+    def combined(self, name: str, a: Tensor, to: Routing, room: Tensor | None = None) -> Tensor:
+        """y from a: down, written to room [M, H] if there is one, then the sum over k."""
         weights = self.weights if self.router_weight == "post_down" else None
-        return summed(name, self.down(name, a, to), self.x, to, weights)
+        return summed(name, self.down(name, a, to, room), self.x, to, weights)
 
 
 def mlp(*args) -> Tensor:
     name, layer = "expert_mlp", Layer(*args).prepared()
     to = layer.routing()
-    return layer.combined(name, layer.activated_at_once(name, to), to)
+    x = layer.inputs(name, to)
+    a = layer.activated_at_once(name, x, to)
+    # a prepared call allocates all at once: weighted inputs, read for the last time, make room for h2 of the same size
+    return layer.combined(name, a, to, None if x is layer.x else x)
 
 
 def mlp_train(*args) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _checks, driver, launch, reference
 from .._library import define
 from . import common, plan_cuda
-from .prepared import prepared
+from .prepared import prepared, straight
 
 
 def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
@@ -25,6 +25,9 @@ def plan(adapter_ids: Tensor, num_slots: int) -> Tensor:
 
     Raises ValueError for a wrong shape or dtype, and on the CPU for an id outside −1 … L−1; TypeError for wrong types.
     """
+    done, made = _straight(adapter_ids, num_slots)
+    if done:
+        return made
     _checks.tensor_types("plan", {"adapter_ids": adapter_ids}, {})
     _checks.int_type("plan", "num_slots", num_slots)
     return _op(adapter_ids, num_slots)
@@ -64,3 +67,4 @@ def _fake(adapter_ids: Tensor, num_slots: int) -> Tensor:
 
 
 _op = define("plan(Tensor adapter_ids, SymInt num_slots) -> Tensor", cpu=_cpu, cuda=_cuda, fake=_fake)
+_straight = straight(_cuda)

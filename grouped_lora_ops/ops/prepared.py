@@ -1,15 +1,16 @@
 """Prepared calls: what an op's first call with some shapes did, repeated for later tensors of the same shapes.
 
 A CUDA implementation checks its arguments, allocates, chooses and launches; that is 150 to 250 µs of Python for a delta
-at T = 1. All of it depends on what `driver.describe` puts into a key: shapes, strides, dtypes, devices, alignment
-up to 16 bytes, which arguments are absent and which share an address. So the first call records its allocations and launches on a
-tape, and a call with the same key allocates anew, fills in the data pointers and launches on torch's current stream.
+at T = 1, and up to 420 for the expert ops. All of it depends on what `driver.describe` puts into a key: shapes, strides, dtypes,
+devices, alignment up to 16 bytes, which arguments are absent and which share an address, numbers and words. So the first call
+records its allocations and launches on a tape, and a call with the same key allocates anew, fills in the data pointers and
+launches on torch's current stream.
 Contents are never part of it: ids, ranks, scalings and weights are read by the kernels.
 
 What depends on addresses or on the mode is looked at in every call: operands that may overlap `out`, and operands that
 require grad, take the ordinary way, whose checks then speak. So do calls under GROUPED_LORA_CHECK=1 and, where Triton
-kernels are launched, under a profiler that hooks Triton's launches. A call that copies on the way (strided ranks), fills
-without a kernel, or runs in Triton's interpreter is not prepared.
+kernels are launched, under a profiler that hooks Triton's launches. A call that copies on the way (strided ranks, float32
+factors beside a narrower x), fills or sorts without a kernel of ours, or runs in Triton's interpreter is not prepared.
 
 A prepared call that the dispatcher would hand to the CUDA implementation and to nothing else goes there by itself
 (`straight`): the dispatcher and its boxing of arguments cost 8 µs.
@@ -35,19 +36,19 @@ _filling = threading.Lock()
 
 
 class Prepared:
-    """One recorded call: what to allocate (the result first), and the launches."""
+    """One recorded call: what to allocate, which of it is the result, and the launches."""
 
-    __slots__ = ("made", "call", "device", "hooked")
+    __slots__ = ("made", "result", "call", "device", "hooked")
 
-    def __init__(self, tape: driver.Tape, apart: tuple):
-        self.made = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tape.made]
+    def __init__(self, tape: driver.Tape, result: int, apart: tuple):
+        self.made, self.result = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tape.made], result
         self.device = tape.args[0].get_device()
         self.hooked = tape.hooked
         operands = len(tape.args) + len(tape.made)
         self.call = driver.call(driver.ensure_context(), operands, tuple(tape.launches), apart)
 
     def allocate(self) -> tuple:
-        """The result and scratch. torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
+        """The result and what lies between launches. torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
         empty = torch.empty_strided
         return tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
 
@@ -71,9 +72,9 @@ def forget() -> None:
 def _record(run: Callable, args: tuple, key, table: dict, in_place: int):
     with driver.recording(args) as tape:
         result = run(*args)
-    known = result is tape.made[0] if result is not None and tape.made else result is None
-    if key is not None and known and tape.launches and not tape.refused:
-        prepared = Prepared(tape, _apart(args, in_place))
+    at = 0 if result is None else next((i for i, made in enumerate(tape.made) if made is result), -1)
+    if key is not None and at >= 0 and tape.launches and not tape.refused:
+        prepared = Prepared(tape, at, _apart(args, in_place))
         with _filling:
             while len(table) >= LIMIT:
                 del table[next(iter(table))]
@@ -89,9 +90,10 @@ def _apart(args: tuple, in_place: int) -> tuple:
 
 
 def prepared(run: Callable) -> Callable:
-    """A CUDA implementation that returns a new tensor, which it makes first and with `driver.empty`.
+    """A CUDA implementation that returns a new tensor, which it makes with `driver.empty`.
 
-    In a call that launches anything, every write must be one of our launches: torch's own kernels are not on the tape.
+    In a call that launches anything, every write must be one of our launches: torch's own kernels are not on the tape. Where one
+    of them writes what `driver.empty` made, `driver.refuse` must be called; a copy that a launch reads refuses by itself.
 
     `table` of the result holds its prepared calls, `__wrapped__` is the ordinary way.
     """
@@ -106,7 +108,7 @@ def prepared(run: Callable) -> Callable:
         key, found = _find(table, args)
         if found is None:
             return _record(ordinary, args, key, table, 0)
-        return found.repeat(args)[0]
+        return found.repeat(args)[found.result]
 
     call.table = table
     return call
@@ -185,6 +187,9 @@ def _plain_states() -> frozenset:
 _PLAIN = _plain_states()
 
 
+_VALUES = frozenset((type(None), list, int, float, str))  # what the dispatcher hands on as it is
+
+
 def _on_gpu(t: Tensor) -> bool:
     return t.is_cuda
 
@@ -201,24 +206,33 @@ def _undispatched(args: tuple) -> bool:
         if kind is Tensor or kind is Parameter:
             if t.is_neg():
                 return False
-        elif t is not None and kind is not list:
+        elif kind not in _VALUES:
             return False
     return True
 
 
-def straight(implementation: Callable, in_place: bool = False) -> Callable:
+def straight(implementation: Callable, in_place: bool = False, op=None) -> Callable:
     """straight(cuda)(*args) → (whether it is done, result): a prepared call repeated without the dispatcher.
 
     Only out of autograd's sight (inference mode, no_grad) and with plain tensors; everything else is left to the op: a first
-    call, subclasses, modes, autocast, tracing, a profiler.
+    call, subclasses, modes, autocast, tracing, a profiler. op: where an argument has another default than None, or may be
+    None and has no default.
     """
     table, increment_version = implementation.table, torch.autograd.graph.increment_version
+    defaults = (None,) * 32  # of the last arguments, the last first
+    if op is not None:
+        defaults = tuple([a.default_value for a in op._schema.arguments[::-1] if a.has_default_value()])
 
     def call(*args):
         if torch.compiler.is_compiling() or _checks.CHECK_IDS or not _undispatched(args):
             return False, None
-        while args[-1] is None:  # the dispatcher leaves out what stands at its default
-            args = args[:-1]
+        last = len(args)
+        for default in defaults:  # the dispatcher leaves out what stands at its default
+            value = args[last - 1]
+            if value is not default and not (type(value) is str and value == default):
+                break
+            last -= 1
+        args = args[:last]
         try:
             found = _find(table, args)[1]
         except RuntimeError:  # a sparse tensor has no strides
@@ -229,6 +243,6 @@ def straight(implementation: Callable, in_place: bool = False) -> Callable:
         if in_place:
             increment_version(args[0])
             return True, None
-        return True, made[0]
+        return True, made[found.result]
 
     return call
