@@ -60,7 +60,7 @@ class LayerWorkload(ExpertWorkload):
             "active": active_pairs(self)[0],
             "layout": self.projection,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "floor_us": floor_us(self),
+            "floor_us": None if op == "host" else floor_us(self),
             "bar_us": None,
             "best_peer": None,
             "best_peer_us": None,

@@ -260,7 +260,7 @@ SUITES = {  # name: (files, further arguments, seconds set aside, asked for)
     "expert_linear": ("expert_linear", ["--contenders", "ours"], 150, False),
     "expert_mlp": ("expert_mlp", ["--contenders", "ours"], 120, False),
     "wgrad": ("wgrad", ["--contenders", "ours,torch"], 60, False),
-    "host": ("host", [], 25, False),
+    "host": ("host", [], 45, False),
     "expert_train": ("expert_train", [], 150, True),
     "curve": ("curve", [], 80, True),
     "tax": ("tax", [], 180, True),

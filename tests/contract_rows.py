@@ -444,6 +444,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "49: host-side flags frozen by a capture": (
         "capture::test_replays_follow_ids_weights_and_scalings",
         "expert_gpu::test_a_replay_follows_the_routing",
+        "expert_host::test_a_captured_repetition_follows_ids_and_weights",
         ON_GPU,
     ),
     "50, 52: compiling or tuning inside a capture or while serving": (
@@ -479,6 +480,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "60: the host's time for a call": (
         "bench::test_every_suite_runs_at_tiny_sizes",
         "host::test_shrink_expand_and_plan_are_repeated",
+        "expert_host::test_a_repeated_mlp_reads_and_writes_its_own_tensors",
     ),
     "61: programmatic dependent launch": (
         "host::test_programmatic_dependent_launch_is_recorded",

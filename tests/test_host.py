@@ -513,7 +513,9 @@ def test_a_recorded_launch_has_the_parameters_of_tritons_cubin():
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {line["kernel"] for line in lines} == {"shrink_kernel", "expand_kernel", "delta_kernel", "count_kernel", "place_kernel"}
+    dense = {"shrink_kernel", "expand_kernel", "delta_kernel", "count_kernel", "place_kernel"}
+    experts = {f"{name}_kernel" for name in ("expert_shrink", "expert_expand", "expert_linear", "gate_up", "weighted", "combine")}
+    assert {line["kernel"] for line in lines} == dense | experts
     for line in lines:
         assert len(line["cubin"]) == len(line["recorded"]) > 5, line
         assert all(wanted <= room <= 8 for wanted, room in zip(line["cubin"], line["recorded"])), line

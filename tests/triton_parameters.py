@@ -57,13 +57,20 @@ def record(name, kernel, grid, args, constants, num_warps, num_stages, pdl=False
 
 def main() -> None:
     common.INTERPRETER = ("sm_90", 132)
-    for stem in ("shrink", "expand", "delta", "plan"):
+    experts = ("expert_shrink", "expert_expand", "expert_linear", "expert_gate_up", "expert_rows")
+    for stem in ("shrink", "expand", "delta", "plan", *experts):
         importlib.import_module(f"grouped_lora_ops.kernels.{stem}").launch = record
     ops = importlib.import_module("grouped_lora_ops.ops.delta")
     for tokens, slots, ranks in ((1, 8, torch.ones(8, dtype=torch.int32)), (8192, 2, None)):
         x, out = (torch.empty(tokens, 2, size, dtype=torch.bfloat16) for size in (256, 64))
         a, b = torch.empty(slots, 16, 256, dtype=torch.bfloat16), torch.empty(slots, 2, 64, 16, dtype=torch.bfloat16)
         ops._cuda_.__wrapped__(out, x, a, b, torch.zeros(tokens, dtype=torch.int32), torch.ones(slots), None, ranks)
+    ids, x = torch.zeros(1, 2, dtype=torch.int32), torch.empty(1, 64, dtype=torch.bfloat16)
+    w, down = torch.empty(2, 64, 64, dtype=torch.bfloat16), torch.empty(2, 64, 32, dtype=torch.bfloat16)
+    a, b = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16), torch.empty(1, 2, 64, 16, dtype=torch.bfloat16)
+    layer = (x, ids, torch.ones(1, 2), w, down, a, b, None, None, None, torch.ones(1))
+    importlib.import_module("grouped_lora_ops.ops.expert_mlp")._cuda.__wrapped__(*layer, None, None, "swiglu", 7.0, "input")
+    importlib.import_module("grouped_lora_ops.ops.expert_delta")._cuda.__wrapped__(x, a, b, ids, None, torch.ones(1))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from .. import _checks, driver
 from .common import on_device
 
-LIMIT = 4096  # prepared calls an op holds, about 3 KB each; the oldest leaves
+LIMIT = 4096  # prepared calls an op holds, about 3 KB each, of expert_mlp 15; the oldest leaves
 
 _tables: list[dict] = []
 _filling = threading.Lock()
