@@ -127,7 +127,7 @@ def triton_version(gpu: bool) -> Finding:
             facts,
         )
     if found and not version.startswith(tuple(f"{release}." for release in driver._TRITON)):
-        text = f"Triton {version} is newer than what eager calls are prepared for: they take the ordinary way, some 150 µs a call"
+        text = f"Triton {version} is newer than what eager calls are prepared for: they take the ordinary way, 150 to 420 µs a call"
         return Finding("versions", "warning", text, f"pip install 'triton=={driver._TRITON[-1]}.*'", facts)
     return Finding("versions", "ok", f"Triton {version}", facts=facts)
 
