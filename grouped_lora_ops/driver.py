@@ -76,6 +76,9 @@ def library():
     lib.cuCtxPushCurrent_v2.argtypes = [pointer]
     lib.cuCtxPopCurrent_v2.argtypes = [ctypes.POINTER(pointer)]
     lib.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    if hasattr(lib, "cuTensorMapEncodeTiled"):  # from CUDA 12 on
+        wide, narrow = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+        lib.cuTensorMapEncodeTiled.argtypes = [pointer, ctypes.c_int, ctypes.c_uint32, pointer, wide, wide, narrow, narrow, *[ctypes.c_int] * 4]
     return lib
 
 
@@ -140,6 +143,46 @@ def pack(layout: str, values: Sequence) -> tuple[bytes, list[tuple[int, Tensor]]
         (0 if value is None else value.data_ptr()) if letter == "P" else value for (_, letter), value in zip(offsets, values)
     ]
     return struct.pack(prefix + "0q", *numbers), tensors
+
+
+_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3  # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+
+
+def _encode(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> list[int]:
+    rank = len(sizes)
+    room = ctypes.create_string_buffer(128 + 64)
+    start = (ctypes.addressof(room) + 63) // 64 * 64
+    wide, narrow = ctypes.c_uint64, ctypes.c_uint32
+    code = library().cuTensorMapEncodeTiled(
+        start, _BFLOAT16, rank, address, (wide * rank)(*sizes), (wide * (rank - 1))(*strides), (narrow * rank)(*box),
+        (narrow * rank)(*[1] * rank), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+    )  # fmt: skip
+    check(code, "a tensor map")
+    return list(struct.unpack("@16Q", ctypes.string_at(start, 128)))
+
+
+@functools.cache
+def has_tensor_maps() -> bool:
+    """Whether this driver makes tensor maps whose first word is the address, on which no other word depends."""
+    if not hasattr(library(), "cuTensorMapEncodeTiled"):
+        return False
+    first, second = (_encode(address, (64, 64), (128,), (64, 8)) for address in (1 << 30, 3 << 30))
+    return first[0] == 1 << 30 and second[0] == 3 << 30 and first[1:] == second[1:]
+
+
+def tensor_map(t: Tensor, order: Sequence[int], box: Sequence[int], pad: int = 0) -> list[int]:
+    """The 16 words of a tensor map of bf16 t, axes in `order`, the first of unit stride, swizzled rows of 128 bytes; axes of size 1
+    behind them, up to `pad` in all.
+
+    Its first word is t's address, so a launch gives t as the pointer there. Only where `has_tensor_maps`.
+    """
+    strides, last = [], 16
+    for axis in order[1:]:
+        last = 2 * t.stride(axis) if t.shape[axis] > 1 else last  # an axis of size 1 has no stride that counts
+        strides.append(last)
+    more = max(0, pad - len(order))
+    sizes = [t.shape[axis] for axis in order] + [1] * more
+    return _encode(t.data_ptr(), sizes, strides + [last] * more, [*box, *[1] * more])
 
 
 # --- the description of a call ---

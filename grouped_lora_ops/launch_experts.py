@@ -7,7 +7,7 @@ bit either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .launch import (
     cdiv,
@@ -132,6 +132,7 @@ class ExpertLinearConfig:
     num_warps: int
     num_stages: int
     pdl: bool
+    cuda: bool = False  # csrc/linear.cu instead, where the layouts suit it
 
 
 @dataclass(frozen=True)
@@ -376,6 +377,15 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
     return ExpertLinearConfig(tiles=tiles, **chosen)
 
 
+# From so many routes of an expert on csrc/linear.cu is the faster one: its tiles are 128 high, whatever adapters meet in them.
+CUDA_ROUTES = 64
+
+
+def takes_cuda(p: ExpertProblem) -> bool:
+    """Whether csrc/linear.cu may take the product; bf16 and the layouts are for the call to see."""
+    return p.arch == "sm_90" and p.itemsize == 2 and needs_plan(p.routes) and rows_of_expert(p) >= CUDA_ROUTES
+
+
 # From so many routes of a pair on its own tiles are the faster ones, whatever `linear_cost` says: H200, qwen3-30b with 4 adapters,
 # T = 4096 (64 routes): expert_mlp 1418 µs, not 1601; dsv3 (32 routes): 13,753 µs, not 17,504.
 LONG_RUNS = 48
@@ -410,11 +420,11 @@ def linear(p: ExpertProblem, transposed: bool = False) -> ExpertLinearConfig:
     Where an expert's routes have several adapters its tiles may be cut without regard to them, so that W is read once for
     all. transposed: W's rows run along y, as in the gradient of x: blocks of 256 spill there.
     """
-    pairs = _linear(p, rows_each(p), transposed, False)
-    if not p.mixed or not needs_plan(p.routes) or rows_each(p) >= LONG_RUNS:
-        return pairs
-    mixed = _linear(p, rows_of_expert(p), transposed, True)
-    return min(mixed, pairs, key=lambda c: linear_cost(p, c, c.block_n))
+    chosen = _linear(p, rows_each(p), transposed, False)
+    if p.mixed and needs_plan(p.routes) and rows_each(p) < LONG_RUNS:
+        mixed = _linear(p, rows_of_expert(p), transposed, True)
+        chosen = min(mixed, chosen, key=lambda c: linear_cost(p, c, c.block_n))
+    return replace(chosen, cuda=True) if takes_cuda(p) else chosen
 
 
 def _linear(p: ExpertProblem, rows: float, transposed: bool, mixed: bool) -> ExpertLinearConfig:

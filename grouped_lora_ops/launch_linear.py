@@ -14,10 +14,20 @@ from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, po
 ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
+CUDA_TOKENS = 128  # from here on csrc/linear.cu
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
+
+
+@dataclass(frozen=True)
+class CudaConfig:
+    """A launch of csrc/linear.cu: tiles of 128 × 256, a block a multiprocessor that takes several in turn."""
+
+    mode: int  # ROWS, or SORTED
+    programs: int
+    tile_group: int
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,7 @@ class LinearConfig:
     slot_stages: int  # pipeline depth of the loop over a tile's adapters (ROWS)
     prefetch: bool  # ROWS: B is called into the L2 before the base
     pdl: bool
+    cuda: CudaConfig | None = None  # csrc/linear.cu instead, where the layouts suit it
 
 
 def rank_block(rank: int, itemsize: int) -> int:
@@ -117,6 +128,16 @@ def _stream(p: Problem) -> LinearConfig:
 
 
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
+    """`tiles`, and csrc/linear.cu in its place where that is the faster one."""
+    config = tiles(p, transposed, fp16)
+    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
+        return config
+    sort = config.shrink is not None and p.slots > 1 and p.tokens > launch.SCAN_TOKENS
+    programs = min(p.sms, cdiv(p.tokens, 128) * p.groups * cdiv(p.out_features, 256))
+    return replace(config, cuda=CudaConfig(SORTED if sort else ROWS, programs, 8))
+
+
+def tiles(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
     """A few rows: a stream of W. Else tiles for the matrix units, of rows that may have different adapters or of one slot
     each, whichever adds less. Two accumulators of 128 × 256 spill, so blocks are narrower where a tile needs them (MIXED
     with LoRA; fp16, whose h is scaled by row), and where W's and B's rows run along y (transposed: the gradient of x).
@@ -162,7 +183,7 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
         block_n = 64 if p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
         warps = 8 if block_m == 64 and not wgmma else 4
         return scaled_with(p, ROWS, block_m, block_n=block_n, num_warps=warps, num_stages=12)
-    config = linear(p, transposed, fp16)
+    config = tiles(p, transposed, fp16)
     block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
     return scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
 

@@ -174,7 +174,7 @@ def expert_linear_kernel(
     if BIAS == STAGED:
         acc = round_to(acc, OUT).to(tl.float32)
         if weights is not None:
-            c = c * weight
+            c = scaled(c, weight)  # not part of an fma: csrc/linear.cu has the same bits
         acc = acc + c
     else:
         if BIAS == IN_SUM:

@@ -19,6 +19,7 @@ from .expert_launch import (
     routing,
     run_dot,
     run_expand,
+    run_linear,
     run_shrink,
     summed,
     weighted_rows,
@@ -192,8 +193,6 @@ def input_rows(
     name: str, grad: Tensor, weight: Tensor, lora_a: Tensor | None, v: Tensor | None, to: Routing, ranks, weights, dtype
 ) -> Tensor:
     """(grad Wₑ + v Aₑ) · w of every route, [M, D] in dtype: the product of `projection`, with W and A transposed."""
-    from ..kernels import expert_linear as kernels
-
     w = weight if weight.dim() == 4 else weight[:, None]
     out = torch.empty(to.routes, weight.shape[-1], dtype=dtype, device=grad.device)
     if out.numel() == 0:
@@ -202,10 +201,9 @@ def input_rows(
         return out.zero_()
     b = None if v is None else v_factor(lora_a, grad).transpose(3, 4)
     p = problem(grad, to, 1, 1, w.shape[2], out.shape[1], 0 if v is None else v.shape[2])
-    kernels.linear(
-        name, outer(grad, w.shape[1]), w.transpose(2, 3), None if v is None else v[None], b, None, out[:, None],
-        to.per_token(grad), to.ids, to.adapters, to.plan, ranks, None, weights, False, to.experts, to.slots, to.room,
-        common.configured(launch_experts.linear, p, True),
+    run_linear(
+        name, outer(grad, w.shape[1]), w.transpose(2, 3), None if v is None else v[None], b, None, out[:, None], to, ranks, None,
+        weights, False, common.configured(launch_experts.linear, p, True),
     )  # fmt: skip
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import driver, launch_experts
 from ..reference.expert_delta import forms
-from . import common
+from . import common, linear_cuda
 from .expand import fill_base
 from .expert_plan import build
 from .shrink import run as dense_shrink
@@ -190,14 +190,42 @@ def projection(
     if to.experts == 0:
         fill_base(None, out)
         return out
+    w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1)
+    config = common.configured(launch_experts.linear, p)
+    run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config)
+    return out
+
+
+def run_linear(
+    name: str,
+    x: Tensor,  # [M or T, G or 1, D]
+    w: Tensor,  # [E, G, N, D]
+    h: Tensor | None,  # [chunks, M or T, G' or 1, r]
+    b: Tensor | None,  # [L, E|1, G', N, r]
+    bias: Tensor | None,  # [E, G, N]
+    out: Tensor,  # [M, G, N]; with one group: the sum over all groups of x and w, and of h and b
+    to: Routing,
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    weights: Tensor | None,
+    staged: bool,
+    config: launch_experts.ExpertLinearConfig,
+) -> None:
+    """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight, by csrc/linear.cu where the choice and the layouts allow it."""
+    if config.cuda and to.plan is not None and linear_cuda.fits(x, w, h, b, bias, out, None):
+        h_div = to.top_k if h is not None and h.shape[1] != to.routes else 1
+        sums = (w.shape[1], 1 if b is None else b.shape[2]) if out.shape[1] == 1 else (1, 1)
+        if linear_cuda.product(
+            name, x, to.top_k if to.per_token(x) else 1, w, h, h_div, b, bias, out, to.adapters, to.top_k, to.plan, ranks,
+            scalings, weights, staged, None, *sums, linear_cuda.EXPERT, config.rank_block, 1, common.facts(x)[1], config.pdl,
+        ):  # fmt: skip
+            return
     from ..kernels import expert_linear as kernels
 
-    w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1)
     kernels.linear(
-        name, x[:, None], w, h, b, bias, outer(out, p.groups), to.per_token(x), to.ids, to.adapters, to.plan, ranks,
-        scalings, weights, staged, to.experts, to.slots, to.room, common.configured(launch_experts.linear, p),
+        name, x, w, h, b, bias, out, to.per_token(x), to.ids, to.adapters, to.plan, ranks, scalings, weights, staged,
+        to.experts, to.slots, to.room, config,
     )  # fmt: skip
-    return out
 
 
 def summed(name: str, rows: Tensor, like: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:

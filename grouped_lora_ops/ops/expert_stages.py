@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import driver, launch_experts
 from .._checks_experts import Mlp
 from . import common
 from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
-from .expert_launch import Routing, activated_projection, projection, routing, run_dot, summed, weighted_rows
+from .expert_launch import Routing, activated_projection, problem, projection, routing, run_dot, summed, weighted_rows
 
 
 class Layer(Mlp):
@@ -35,9 +36,9 @@ class Layer(Mlp):
             return self.x
         return weighted_rows(name, self.x, self.weights, to, self.x.dtype)
 
-    def hidden(self, name: str, to: Routing) -> Tensor:
-        """h1 with its bias, [M, U]."""
-        x, bias = self.inputs(name, to), self.b_gate_up
+    def hidden(self, name: str, to: Routing, x: Tensor | None = None) -> Tensor:
+        """h1 with its bias, [M, U]; x: `inputs`, if they are there."""
+        x, bias = self.inputs(name, to) if x is None else x, self.b_gate_up
         factors = (self.gate_up_a, self.gate_up_b)
         return projection(name, x, self.w_gate_up, *factors, to, self.scalings, bias, None, self.ranks, True)
 
@@ -47,7 +48,7 @@ class Layer(Mlp):
 
     def activated(self, name: str, h1: Tensor, to: Routing) -> Tensor:
         """a of every route, [M, I]."""
-        a = h1.new_empty(h1.shape[0], self.w_down.shape[2])
+        a = driver.empty((h1.shape[0], self.w_down.shape[2]), h1.dtype, h1.device)
         if a.numel():
             from ..kernels import expert_rows as kernels
 
@@ -81,7 +82,10 @@ def mlp(*args) -> Tensor:
     name, layer = "expert_mlp", Layer(*args).prepared()
     to = layer.routing()
     x = layer.inputs(name, to)
-    a = layer.activated_at_once(name, x, to)
+    if h1_in_memory(x, layer.w_gate_up, to):
+        a = layer.activated(name, layer.hidden(name, to, x), to)
+    else:
+        a = layer.activated_at_once(name, x, to)
     # a prepared call allocates all at once: weighted inputs, read for the last time, make room for h2 of the same size
     return layer.combined(name, a, to, None if x is layer.x else x)
 
@@ -163,3 +167,11 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
 def present(factor: Tensor | None) -> bool:
     """Whether a pair is given and has any rank and slot."""
     return factor is not None and factor.shape[0] > 0 and factor.shape[-2] > 0
+
+
+def h1_in_memory(x: Tensor, weight: Tensor, to: Routing) -> bool:
+    """Whether gate_up's product is csrc/linear.cu's, which leaves the activation to a kernel of its own: with tiles of 128 routes that
+    is the faster way, h1 written and read included."""
+    groups = weight.shape[1] if weight.dim() == 4 else 1
+    p = problem(x, to, groups, 1, x.shape[1], weight.shape[-2], 0)
+    return x.dtype == torch.bfloat16 and launch_experts.takes_cuda(p)

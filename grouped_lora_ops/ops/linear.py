@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _checks, driver, launch, launch_linear, reference
 from .._library import define, once_differentiable
-from . import common
+from . import common, linear_cuda
 from .expand import grad_b, grad_h, output_shape
 from .expert_common import cast_unless_float32, gradient_of
 from .prepared import prepared, straight
@@ -76,7 +76,6 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     """Write out: the shrink, then the product."""
     if out.numel() == 0:
         return
-    from ..kernels import linear as kernels
     from ..kernels import shrink
 
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
@@ -89,16 +88,41 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     weight, scales = _as_kernels_read(weight, weight_scale, problem.arch)
     h = b = None
     if config.shrink is not None:
-        modes = (config.mode, config.shrink.mode)
-        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN in modes or launch_linear.SORTED in modes)
+        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN == config.shrink.mode or _by_plan(config))
         h_groups = dims.groups if dims.h_grouped else 1
         chunks = config.shrink.chunks if config.shrink.split else 1
         h, b = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), common.grouped(lora_b, 4)
         shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, None, None, False, config.shrink)
-    kernels.linear(
+    _base_and_delta(
         name, xg, weight, scales, h, b, None if bias is None else _outer(bias, 2), outg, adapter_ids, plan, ranks, scalings,
         dims.slots, sizes, None, False, config,
     )  # fmt: skip
+
+
+def _by_plan(config: launch_linear.LinearConfig) -> bool:
+    return config.mode in (launch.PLAN, launch_linear.SORTED) or (config.cuda is not None and config.cuda.mode == launch_linear.SORTED)
+
+
+def _base_and_delta(
+    name, x, weight, scales, h, b, bias, out, adapter_ids, plan, ranks, scalings, slots, sizes, d_sizes, summed, config
+) -> None:
+    """`kernels.linear.linear`, or csrc/linear.cu where the choice and the layouts allow it."""
+    cuda = config.cuda
+    if cuda is not None and scales is None and d_sizes is None:
+        w, b5, bias3 = weight[None], None if b is None else b[:, None], None if bias is None else bias[None]
+        if linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
+            mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
+            sums = (weight.shape[0], 1 if h is None else h.shape[2]) if summed else (1, 1)
+            if linear_cuda.product(
+                name, x, 1, w, h, 1, b5, bias3, out, adapter_ids, 1, plan if mode else None, ranks, scalings, None, False,
+                sizes, *sums, mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl,
+            ):  # fmt: skip
+                return
+    from ..kernels import linear as kernels
+
+    kernels.linear(
+        name, x, weight, scales, h, b, bias, out, adapter_ids, plan, ranks, scalings, slots, sizes, d_sizes, summed, config
+    )
 
 
 def _as_kernels_read(weight: Tensor, scale: Tensor | None, arch: str) -> tuple[Tensor, Tensor | None]:
@@ -188,8 +212,6 @@ def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan,
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if dx.numel() == 0:
         return dx
-    from ..kernels import linear as kernels
-
     out, g = common.grouped(dx, 3), common.grouped(grad_y, 3)
     w, scales = _as_kernels_read(weight, weight_scale, common.facts(x)[0])
     w, scales = w.transpose(1, 2), None if scales is None else scales.transpose(1, 2)
@@ -201,9 +223,8 @@ def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan,
     choose = launch_linear.linear if scales is None else launch_linear.scaled
     config = common.configured(choose, problem, True, x.dtype == torch.float16)
     b = None if v is None else common.grouped(lora_a, 4).transpose(2, 3)
-    planned = v is not None and config.mode in (launch.PLAN, launch_linear.SORTED)
-    plan = common.plan_for(adapter_ids, slots, plan, planned)
-    kernels.linear(
+    plan = common.plan_for(adapter_ids, slots, plan, v is not None and _by_plan(config))
+    _base_and_delta(
         name, g, w, scales, None if v is None else v[None], b, None, out, adapter_ids, plan, ranks, None, slots, None, d_sizes,
         x.dim() == 2, config,
     )  # fmt: skip

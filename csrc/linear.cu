@@ -1,0 +1,617 @@
+// y = x Wᵀ + scaling · h Bᵀ + bias for many rows, in one accumulator: TMA, wgmma, one persistent block a multiprocessor.
+//
+// A tile is 128 rows × 256 columns of y, a stage of the ring 64 columns of D. Warps have parts to play:
+//   1 fetches W by TMA, and x too where a tile's rows follow one another.
+//   2 gather x's rows by cp.async from wherever they lie else (a plan's order, an expert's routes: no permuted copy of x
+//     exists), and LoRA: more stages of the same kind behind D's last column, for each adapter that occurs in the tile. x's
+//     place holds scaling · h of the adapter's rows as two bf16, high and low (kernels/halves.py; zeros in all other rows),
+//     W's place holds B.
+//   1 finds the rows and the adapters of the tiles ahead.
+//   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. They know nothing of LoRA; a
+//     zero h or B adds zeros, and a tile's rows may have different adapters.
+//
+// The order of every sum is that of kernels/linear.py and kernels/expert_linear.py: one chain over D, then for each piece
+// of `rank_block` columns of h all of high before all of low. An adapter's Inf or NaN in B must not meet the zeros of other
+// rows: where adapters are mixed it is taken out of B, and put to its own rows behind the last stage.
+#include "hopper.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+extern "C" __device__ const int available = 1;
+#else
+extern "C" __device__ const int available = 0; // no wgmma: the kernels below are empty
+#endif
+
+static constexpr u32 BM = 128, BN = 256, BK = 64, STAGES = 4;
+static constexpr u32 MULTIPLY = 256, GATHER = 64, FETCH = 32, FIND = 32, THREADS = MULTIPLY + GATHER + FETCH + FIND;
+static constexpr u32 X_BYTES = BM * BK * 2, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES;
+static constexpr u32 LAG = 2; // stages whose copies may be under way beside the newest
+static constexpr u32 MAX_SLICES = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 1024;
+static constexpr u32 ROWS = 0, EXPERT = 2; // modes, as in ops/linear_cuda.py (1: the plan's order)
+static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP = 16, IN_ORDER = 32, OUT32 = 64; // flags
+
+struct __align__(64) Params {
+    u64 map[16];   // W's tensor map: axes (d, n, group, expert), or (n, d, …) where W's elements lie side by side along n
+    u64 x_map[16]; // x's: axes (d, row, group)
+    const u16 *x;
+    const u16 *h; // scaling · h: a row's high parts, then its low ones; may be null: no LoRA
+    const u16 *b;
+    const void *bias; // may be null
+    void *out; // bf16, or float32 by OUT32
+    const void *ids;  // of tokens; null: slot 0
+    const int *plan;  // null for ROWS
+    const int *ranks; // may be null
+    const void *weights; // of routes; may be null
+    i64 ids_stride, x_g, h_g, b_l, b_e, b_g, b_n, c_e, c_g, o_t, o_g, weights_stride; // elements; b_n: that of r where transposed
+    u32 x_t, h_t; // bytes
+    u32 rows, slots, features, columns, rank, experts;
+    u32 x_div, h_div, id_div;    // a route's row of x, of h, and its token
+    u32 groups;                  // of y
+    u32 sum_groups, h_groups;    // y sums over so many groups of x and W, of h and B
+    u32 rank_block;              // columns of h whose high parts are all added before their low ones
+    u32 mode, tile_group, flags; // tile_group: so many tiles of rows take turns at a block of W
+    u32 slices;                  // 0, or the number of slices of N, one for each group of x and h
+    u32 starts[MAX_SLICES + 1];
+    u32 unused[10];
+};
+static_assert(sizeof(Params) == 576); // as ops/linear_cuda.py packs it
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+struct Info { // of a tile
+    int rows[BM]; // −1: none
+    int x_rows[BM], h_rows[BM];
+    u32 slots[BM];
+    u32 list[BM], ends[BM]; // adapters that occur, and the number of the last stage of each + 1
+    u32 steps;              // stages of LoRA
+    u32 mixed;              // its rows do not all have one adapter
+};
+
+struct Shared {
+    __align__(1024) u8 stages[STAGES][STAGE];
+    Info info[2];
+    u32 mask[MAX_SLOTS / 32];     // slots that occur in a tile
+    int ends[MAX_EXPERTS + 1];    // an expert's last route + 1, masked routes behind
+    int tiles[MAX_EXPERTS + 1];   // … last tile + 1
+    u64 full[STAGES], empty[STAGES], told[2], heard[2];
+};
+extern "C" __device__ const int shared_bytes = sizeof(Shared) + 1024;
+
+// --- tiles ---
+
+struct Tile {
+    u32 first, end; // places of its rows in the plan's order
+    u32 expert;     // p.experts: masked routes, whose rows of y are zeros
+    u32 n, n_end;   // columns
+    u32 group, w_group;
+};
+
+__device__ __forceinline__ u32 column_blocks(const Params &p) {
+    if (!p.slices) return p.groups * ((p.columns + BN - 1) / BN);
+    u32 blocks = 0;
+    for (u32 i = 0; i < p.slices; ++i) blocks += (p.starts[i + 1] - p.starts[i] + BN - 1) / BN;
+    return blocks;
+}
+
+__device__ __forceinline__ Tile tile_of(const Params &p, const Shared &s, u32 index, u32 row_tiles, u32 blocks) {
+    Tile t;
+    const u32 turn = index / (p.tile_group * blocks), place = index % (p.tile_group * blocks);
+    const u32 height = min(row_tiles - turn * p.tile_group, p.tile_group);
+    const u32 tile = turn * p.tile_group + place % height;
+    u32 block = place / height;
+    if (p.slices) {
+        t.group = 0, t.w_group = 0;
+        for (u32 width; block >= (width = (p.starts[t.group + 1] - p.starts[t.group] + BN - 1) / BN);) block -= width, ++t.group;
+        t.n = p.starts[t.group] + block * BN, t.n_end = p.starts[t.group + 1];
+    } else {
+        const u32 width = (p.columns + BN - 1) / BN;
+        t.group = t.w_group = block / width;
+        t.n = block % width * BN, t.n_end = p.columns;
+    }
+    t.expert = 0, t.first = tile * BM, t.end = p.rows;
+    if (p.mode == EXPERT) {
+        u32 low = 0, high = p.experts; // the first expert whose tiles end behind this one
+        while (low < high) {
+            const u32 middle = (low + high) / 2;
+            if (s.tiles[middle] > (int)tile) high = middle;
+            else low = middle + 1;
+        }
+        t.expert = low;
+        t.first = (low ? s.ends[low - 1] : 0) + (tile - (low ? s.tiles[low - 1] : 0)) * BM;
+        t.end = s.ends[low];
+    }
+    return t;
+}
+
+// --- adapters ---
+
+__device__ __forceinline__ u32 slot_of(const Params &p, u32 row) {
+    if (p.ids == nullptr) return 0;
+    const i64 at = row / p.id_div * p.ids_stride;
+    const i64 id = p.flags & IDS64 ? ((const i64 *)p.ids)[at] : ((const int *)p.ids)[at];
+    return id >= 0 && id < p.slots ? (u32)id : p.slots;
+}
+
+__device__ __forceinline__ u32 rank_of(const Params &p, u32 slot) {
+    return p.ranks == nullptr ? p.rank : (u32)min(max(p.ranks[slot], 0), (int)p.rank);
+}
+
+// Stages that an adapter of this rank takes: [high | low] of up to 32 columns share one; else high's, then low's of 64 columns each.
+__device__ __forceinline__ u32 rank_steps(const Params &p, u32 rank) {
+    if (p.rank_block <= 32) return (rank + p.rank_block - 1) / p.rank_block;
+    return 2 * ((rank + BK - 1) / BK);
+}
+
+__device__ __forceinline__ const u16 *factor(const Params &p, const Tile &t, u32 slot, u32 group) {
+    return p.b + slot * p.b_l + t.expert * p.b_e + (t.w_group + group) * p.b_g;
+}
+
+__device__ __forceinline__ u32 finite2(u32 v) { // Inf and NaN are zeros
+    if ((v & 0x7f80u) == 0x7f80u) v &= 0xffff0000u;
+    if ((v & 0x7f800000u) == 0x7f800000u) v &= 0xffffu;
+    return v;
+}
+
+// --- finding ---
+
+__device__ __forceinline__ void find(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
+        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+        Info &info = s.info[turn & 1];
+        const bool lora = p.h != nullptr && t.expert < p.experts;
+        wait(s.heard[turn & 1], (turn >> 1 & 1) ^ 1);
+        if (lane < MAX_SLOTS / 32) s.mask[lane] = 0;
+        __syncwarp();
+        int rows[BM / 32];
+#pragma unroll
+        for (u32 j = 0; j < BM / 32; ++j) {
+            const u32 place = t.first + 32 * j + lane;
+            rows[j] = place >= t.end ? -1 : p.mode == ROWS ? (int)place : p.plan[place];
+        }
+#pragma unroll
+        for (u32 j = 0; j < BM / 32; ++j) {
+            if ((u32)rows[j] >= p.rows) rows[j] = -1;
+            info.rows[32 * j + lane] = rows[j];
+            info.x_rows[32 * j + lane] = (u32)max(rows[j], 0) / p.x_div; // a row that is none: row 0, for no one looks at what it becomes
+            info.h_rows[32 * j + lane] = (u32)max(rows[j], 0) / p.h_div;
+        }
+        u32 slots[BM / 32];
+        bool without = false;
+#pragma unroll
+        for (u32 j = 0; j < BM / 32; ++j) slots[j] = lora && rows[j] >= 0 ? slot_of(p, rows[j]) : p.slots;
+#pragma unroll
+        for (u32 j = 0; j < BM / 32; ++j) {
+            info.slots[32 * j + lane] = slots[j];
+            without |= rows[j] >= 0 && slots[j] == p.slots;
+            if (slots[j] < p.slots) atomicOr(&s.mask[slots[j] / 32], 1u << slots[j] % 32);
+        }
+        without = __any_sync(~0u, without);
+        __syncwarp();
+        u32 count = 0, steps = 0;
+        for (u32 word = 0; lora && word < (p.slots + 31) / 32; ++word)
+            for (u32 rest = s.mask[word]; rest; rest &= rest - 1) {
+                const u32 slot = 32 * word + __ffs(rest) - 1;
+                steps += rank_steps(p, rank_of(p, slot)) * p.h_groups;
+                if (lane == 0) info.list[count] = slot, info.ends[count] = steps;
+                ++count;
+            }
+        if (lane == 0) info.steps = steps, info.mixed = count > 1 || without;
+        __syncwarp();
+        if (lane == 0) arrive(s.told[turn & 1]);
+    }
+}
+
+// --- fetching ---
+
+template <bool TRANSPOSED> __device__ __forceinline__ void fetch(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+    if (threadIdx.x % 32) return;
+    const bool in_order = p.flags & IN_ORDER; // a tile's rows of x are one box
+    u32 number = 0;                           // stages since the kernel began
+    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
+        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+        for (u32 g = 0; g < (t.expert < p.experts ? p.sum_groups : 0); ++g) {
+#pragma unroll 1
+            for (u32 k = 0; k < p.features; k += BK, ++number) {
+                const u32 stage = number % STAGES, at = shared_address(s.stages[stage]);
+                wait(s.empty[stage], (number / STAGES & 1) ^ 1);
+                barrier_expect(shared_address(&s.full[stage]), in_order ? STAGE : W_BYTES);
+                if constexpr (TRANSPOSED) {
+#pragma unroll
+                    for (u32 c = 0; c < BN / 64; ++c)
+                        fetch_box(at + X_BYTES + c * (64 * 128), p.map, t.n + 64 * c, k, t.w_group + g, t.expert, s.full[stage]);
+                } else {
+#pragma unroll
+                    for (u32 c = 0; c < BN / 128; ++c)
+                        fetch_box(at + X_BYTES + c * (128 * 128), p.map, k, t.n + 128 * c, t.w_group + g, t.expert, s.full[stage]);
+                }
+                if (in_order) fetch_box(at, p.x_map, k, t.first, p.x_g ? t.group + g : 0, 0, s.full[stage]);
+            }
+        }
+        wait(s.told[turn & 1], turn >> 1 & 1);
+        // LoRA's stages: to be more than one use of a stage ahead is to take an old phase of its barrier for the one that is wanted
+        for (u32 steps = s.info[turn & 1].steps; steps; --steps, ++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);
+        arrive(s.heard[turn & 1]);
+    }
+}
+
+// --- gathering ---
+
+static constexpr u32 EACH = GATHER / 8, PASSES = BM / EACH; // 8 threads a row of x: so many rows at once, so many times
+
+// A stage of LoRA, number `step` of those of one adapter. WIDTH columns of h: high and low side by side, or (64) one of them.
+template <bool TRANSPOSED, u32 WIDTH>
+__device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const Info &info, u32 at, u32 slot, u32 step, u32 thread) {
+    static constexpr bool SHARES = WIDTH <= 32;
+    static constexpr u32 CHUNKS = WIDTH / 8;
+    const u32 rank = rank_of(p, slot), all = rank_steps(p, rank), g = p.h_groups == 1 ? 0 : step / all;
+    step -= g * all;
+    u32 r = step * WIDTH, part = 0;
+    if (!SHARES) {
+        const u32 pieces = p.rank_block / BK, block = step / (2 * pieces), rest = step % (2 * pieces);
+        const u32 here = min(pieces, (rank - block * p.rank_block + BK - 1) / BK); // the last block may be shorter
+        part = rest / here, r = block * p.rank_block + rest % here * BK;
+    }
+    const u32 left = rank - r; // the adapter's columns from r on
+    const u32 chunk = thread % 8, lead = thread / 8;
+    if (!SHARES || chunk < 2 * CHUNKS) {
+        const u32 column = chunk % CHUNKS * 8, valid = column < left ? 2 * min(left - column, 8u) : 0;
+        const u8 *h = (const u8 *)(p.h + (t.group + g) * p.h_g + r + (SHARES ? chunk / CHUNKS : part) * p.rank + column);
+        const u32 to = at + lead * 128 + ((chunk ^ lead) % 8) * 16;
+#pragma unroll
+        for (u32 j = 0; j < PASSES; ++j) {
+            const u32 row = j * EACH + lead, bytes = info.slots[row] == slot ? valid : 0; // zeros are not read from anywhere
+            copy16(to + j * (EACH * 128), bytes ? h + (u64)(u32)info.h_rows[row] * p.h_t : (const u8 *)p.h, bytes);
+        }
+    }
+    const u16 *b = factor(p, t, slot, g);
+    const u32 chunks = TRANSPOSED ? BN / 8 : CHUNKS, c = thread % chunks, rows = TRANSPOSED ? WIDTH : BN;
+    // of B's rows along K, or of a row of B
+    const u32 whole = TRANSPOSED ? (t.n + 8 * c < t.n_end ? 16 : 0) : (8 * c < left ? 2 * min(left - 8 * c, 8u) : 0);
+    const u32 limit = TRANSPOSED ? left : t.n_end - t.n;
+    b += TRANSPOSED ? (r + thread / chunks) * p.b_n + t.n + 8 * c : (t.n + thread / chunks) * p.b_n + r + 8 * c;
+    const i64 stride = GATHER / chunks * p.b_n;
+    static_assert(GATHER % (BN / 8) == 0 && EACH == 8);
+#pragma unroll 4
+    for (u32 row = thread / chunks; row < rows; row += GATHER / chunks, b += stride) {
+        const u32 to = at + X_BYTES + (TRANSPOSED ? c / 8 * (64 * 128) : 0) + row * 128 + ((c ^ row) % 8) * 16;
+        const u32 bytes = row < limit ? whole : 0;
+        copy16(to, bytes ? b : p.b, bytes);
+    }
+}
+
+// The gatherers' place in the ring. Copies are waited for LAG stages after they began, by who began them. No fence between proxies
+// stands behind them: it waits for the newer copies as well, and what cp.async wrote behind a barrier wgmma reads without
+// (CUTLASS's sm90_mma_multistage_gmma_ss_warpspecialized does so).
+struct Ring {
+    u32 issued = 0, signalled = 0; // stages since the kernel began
+
+    __device__ __forceinline__ u32 next(Shared &s) const {
+        wait(s.empty[issued % STAGES], (issued / STAGES & 1) ^ 1);
+        return issued % STAGES;
+    }
+    __device__ __forceinline__ void signal(Shared &s) { arrive(s.full[signalled++ % STAGES]); }
+    __device__ __forceinline__ void copying(Shared &s) {
+        copies_commit();
+        if (++issued - signalled > LAG) {
+            copies_wait<LAG>();
+            signal(s);
+        }
+    }
+    __device__ __forceinline__ void finish(Shared &s) {
+        if (issued == signalled) return;
+        copies_wait<0>();
+        while (issued != signalled) signal(s);
+    }
+};
+
+template <bool TRANSPOSED> __device__ __forceinline__ void gather(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+    const u32 thread = threadIdx.x % GATHER, chunk = thread % 8, lead = thread / 8;
+    const bool in_order = p.flags & IN_ORDER;
+    const u32 tail = p.features % BK; // columns of the last stage, if it is not whole
+    Ring ring;
+    bool waited = !(p.flags & OVERLAP);
+    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
+        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+        const Info &info = s.info[turn & 1];
+        if (!in_order) wait(s.told[turn & 1], turn >> 1 & 1);
+        for (u32 g = 0; g < (t.expert < p.experts ? p.sum_groups : 0); ++g) {
+            const u8 *x[PASSES];
+            if (!in_order) {
+                const u8 *start = (const u8 *)(p.x + (t.group + g) * p.x_g + 8 * chunk);
+#pragma unroll
+                for (u32 j = 0; j < PASSES; ++j) x[j] = start + (u64)(u32)info.x_rows[j * EACH + lead] * p.x_t;
+            }
+#pragma unroll 1
+            for (u32 k = 0; k < p.features; k += BK) {
+                const u32 stage = ring.next(s), to = shared_address(s.stages[stage]) + lead * 128 + ((chunk ^ lead) % 8) * 16;
+                if (in_order) {
+                    ++ring.issued;
+                    ring.signal(s);
+                    continue;
+                }
+                if (tail == 0 || k + BK <= p.features) {
+#pragma unroll
+                    for (u32 j = 0; j < PASSES; ++j) {
+                        copy16(to + j * (EACH * 128), x[j]);
+                        x[j] += 2 * BK;
+                    }
+                } else {
+                    const u32 bytes = 8 * chunk < tail ? 16 : 0; // W's zeros must not meet Inf or NaN
+#pragma unroll
+                    for (u32 j = 0; j < PASSES; ++j) copy16(to + j * (EACH * 128), bytes ? x[j] : (const u8 *)p.x, bytes);
+                }
+                ring.copying(s);
+            }
+        }
+        if (!waited) { // h is made by the kernel before
+            ring.finish(s);
+            wait_for_producer();
+            waited = true;
+        }
+        wait(s.told[turn & 1], turn >> 1 & 1);
+        u32 adapter = 0, before = 0;
+#pragma unroll 1
+        for (u32 i = 0; i < info.steps; ++i) {
+            while (info.ends[adapter] <= i) before = info.ends[adapter++];
+            const u32 slot = info.list[adapter], stage = ring.next(s), at = shared_address(s.stages[stage]);
+            if (p.rank_block == 16) load_lora<TRANSPOSED, 16>(p, t, info, at, slot, i - before, thread);
+            else if (p.rank_block == 32) load_lora<TRANSPOSED, 32>(p, t, info, at, slot, i - before, thread);
+            else load_lora<TRANSPOSED, 64>(p, t, info, at, slot, i - before, thread);
+            if (thread == 0) arrive(s.full[stage]); // in place of W's bytes
+            ring.copying(s);
+        }
+        if (in_order) ring.finish(s);
+        __syncwarp();
+        if (thread % 32 == 0) arrive(s.heard[turn & 1]);
+    }
+    ring.finish(s);
+}
+
+// --- multiplying ---
+
+// Takes Inf and NaN out of B as it lies in a stage, `width` columns of h; all multiplying threads meet here. Whether there was any.
+template <bool TRANSPOSED> __device__ __forceinline__ bool take_nonfinite(u32 at, u32 width) {
+    bool found = false;
+    for (u32 i = 0; i < width / 8; ++i) {
+        // a row of B and a chunk of it, or (transposed) 32 chunks of each of its columns
+        const u32 chunk = i * MULTIPLY + threadIdx.x, row = TRANSPOSED ? chunk / 32 : threadIdx.x;
+        const u32 from = TRANSPOSED ? at + chunk % 32 / 8 * (64 * 128) + row * 128 + chunk % 8 * 16 : at + row * 128 + ((i ^ row) % 8) * 16;
+        const uint4 v = load16(from), finite = make_uint4(finite2(v.x), finite2(v.y), finite2(v.z), finite2(v.w));
+        if (v.x != finite.x || v.y != finite.y || v.z != finite.z || v.w != finite.w) found = true, store16(from, finite);
+    }
+    if (found) written_for_matrix_units();
+    return any_of<MULTIPLY>(1, found);
+}
+
+// What was taken out of B, for a row of its adapter: high · B + low · B is Inf or NaN.
+template <bool TRANSPOSED> __device__ __noinline__ float with_nonfinite(const Params &p, const Tile &t, u32 row, u32 slot, u32 n, float v) {
+    if (slot >= p.slots) return v;
+    const u32 rank = rank_of(p, slot);
+    for (u32 g = 0; g < p.h_groups; ++g) {
+        const u16 *b = factor(p, t, slot, g), *h = p.h + (u64)(row / p.h_div) * (p.h_t / 2) + (t.group + g) * p.h_g;
+        for (u32 r = 0; r < rank; ++r) {
+            const u16 f = TRANSPOSED ? b[r * p.b_n + n] : b[n * p.b_n + r];
+            if ((f & 0x7f80) != 0x7f80) continue;
+            v += bf16::widen(h[r]) * bf16::widen(f);
+            v += bf16::widen(h[p.rank + r]) * bf16::widen(f);
+        }
+    }
+    return v;
+}
+
+__device__ __forceinline__ float bias_at(const Params &p, i64 at) {
+    return p.flags & BIAS32 ? ((const float *)p.bias)[at] : bf16::widen(((const u16 *)p.bias)[at]);
+}
+
+template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
+    u32 used = 0; // stages since the kernel began
+    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
+        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+        const Info &info = s.info[turn & 1];
+        const bool masked = t.expert >= p.experts;
+        float d[128];
+#pragma unroll
+        for (u32 i = 0; i < 128; ++i) d[i] = 0.0f;
+        const bool idle = t.first + 64 * upper >= t.end; // none of this half's rows is there
+        auto take = [&] {
+            wait(s.full[used % STAGES], used / STAGES & 1);
+            return shared_address(s.stages[used % STAGES]);
+        };
+        auto done = [&](bool release) { // all but the newest stage are read
+            multiplies_commit();
+            multiplies_wait<1>();
+            if (release && lane == 0) arrive(s.empty[(used - 1) % STAGES]);
+            ++used;
+        };
+        auto unread = [&] {
+            __syncwarp();
+            if (lane == 0) arrive(s.empty[used % STAGES]);
+            ++used;
+        };
+        static constexpr u32 B_16 = TRANSPOSED ? N_MAJOR_16 : K_MAJOR_16;
+        const u32 steps = masked ? 0 : p.sum_groups * ((p.features + BK - 1) / BK), width = min(p.rank_block, BK);
+        bool nonfinite = false;
+        if (idle) {
+            for (u32 i = 0; i < steps; ++i) take(), unread();
+            wait(s.told[turn & 1], turn >> 1 & 1);
+            for (u32 i = 0; i < info.steps; ++i) {
+                const u32 at = take();
+                if (info.mixed) take_nonfinite<TRANSPOSED>(at + X_BYTES, width);
+                unread();
+            }
+        } else {
+#pragma unroll 1
+            for (u32 i = 0; i < steps; ++i) {
+                const u32 at = take();
+                const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(at + X_BYTES) : k_major(at + X_BYTES);
+                multiplies_begin();
+#pragma unroll
+                for (u32 k = 0; k < BK / 16; ++k) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * k);
+                done(i > 0);
+            }
+            wait(s.told[turn & 1], turn >> 1 & 1);
+            const u32 more = info.steps;
+            // high and low side by side meet one B: the second half of the products has B's columns again
+            const u32 slices = p.rank_block == 16 ? 2 : 4, again = p.rank_block == 16 ? 0 : p.rank_block == 32 ? 1 : 3;
+#pragma unroll 1
+            for (u32 i = 0; i < more; ++i) {
+                const u32 at = take();
+                if (info.mixed) nonfinite |= take_nonfinite<TRANSPOSED>(at + X_BYTES, width);
+                const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(at + X_BYTES) : k_major(at + X_BYTES);
+                multiplies_begin();
+#pragma unroll
+                for (u32 k = 0; k < BK / 16; ++k)
+                    if (k < slices) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * (k & again));
+                done(steps + i > 0);
+            }
+            multiplied(d);
+            if (steps + more > 0 && lane == 0) arrive(s.empty[(used - 1) % STAGES]);
+        }
+
+        const u32 quad = lane % 4;
+        const u32 in_tile = upper * 64 + warp % 4 * 16 + lane / 4;
+        int rows[2] = {info.rows[in_tile], info.rows[in_tile + 8]};
+        const u32 slot0 = info.slots[in_tile], slot1 = info.slots[in_tile + 8];
+        __syncwarp();
+        if (lane == 0) arrive(s.heard[turn & 1]);
+        if (nonfinite) {
+#pragma unroll
+            for (u32 i = 0; i < 128; ++i) {
+                const u32 n = t.n + i / 4 * 8 + quad * 2 + i % 2, row = i / 2 % 2;
+                if (rows[row] >= 0 && n < t.n_end) d[i] = with_nonfinite<TRANSPOSED>(p, t, rows[row], row ? slot1 : slot0, n, d[i]);
+            }
+        }
+        float weights[2] = {1.0f, 1.0f};
+        if (p.weights != nullptr) {
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                const i64 at = (u32)max(rows[i], 0) * p.weights_stride;
+                weights[i] = p.flags & WEIGHTS32 ? ((const float *)p.weights)[at] : bf16::widen(((const u16 *)p.weights)[at]);
+            }
+        }
+        if (p.bias != nullptr && !masked) {
+            const i64 c = t.expert * p.c_e + t.w_group * p.c_g;
+            const bool staged = p.flags & STAGED; // a rounding between, and weights with the bias alone
+#pragma unroll
+            for (u32 i = 0; i < 128; ++i) {
+                const u32 n = t.n + i / 4 * 8 + quad * 2 + i % 2;
+                const float bias = n < t.n_end ? bias_at(p, c + n) : 0.0f;
+                d[i] = staged ? bf16::widen(bf16::round(d[i])) + product(bias, weights[i / 2 % 2]) : d[i] + bias;
+            }
+            if (staged) weights[0] = weights[1] = 1.0f;
+        }
+        if (p.weights != nullptr) {
+#pragma unroll
+            for (u32 i = 0; i < 128; ++i) d[i] = product(d[i], weights[i / 2 % 2]);
+        }
+        if (p.flags & OUT32) {
+#pragma unroll
+            for (u32 i = 0; i < 128; i += 2) {
+                const u32 n = t.n + i / 4 * 8 + quad * 2;
+                const int row = rows[i / 2 % 2];
+                float2 *to = (float2 *)((float *)p.out + (u32)max(row, 0) * p.o_t + t.w_group * p.o_g + n);
+                if (row >= 0 && n < t.n_end) *to = masked ? make_float2(0.0f, 0.0f) : make_float2(d[i], d[i + 1]);
+            }
+            continue;
+        }
+#pragma unroll
+        for (u32 four = 0; four < 8; ++four) { // 32 columns
+            u32 pairs[2][4];
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                const u32 i = 16 * four + 4 * j;
+                pairs[0][j] = two(d[i], d[i + 1]), pairs[1][j] = two(d[i + 2], d[i + 3]);
+            }
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) { // a lane's pairs of four blocks of 8 columns become one block's 8 columns
+                u32(&q)[4] = pairs[i];
+#pragma unroll
+                for (u32 j = 0; j < 4; j += 2) {
+                    const u32 got = exchange(quad & 1 ? q[j] : q[j + 1], 1);
+                    if (quad & 1) q[j] = got;
+                    else q[j + 1] = got;
+                }
+#pragma unroll
+                for (u32 j = 0; j < 2; ++j) {
+                    const u32 got = exchange(quad & 2 ? q[j] : q[j + 2], 2);
+                    if (quad & 2) q[j] = got;
+                    else q[j + 2] = got;
+                }
+                const u32 n = t.n + (4 * four + quad) * 8;
+                if (rows[i] >= 0 && n < t.n_end) {
+                    u16 *to = (u16 *)p.out + (u32)rows[i] * p.o_t + t.w_group * p.o_g + n;
+                    *(uint4 *)to = masked ? make_uint4(0, 0, 0, 0) : make_uint4(q[0], q[1], q[2], q[3]);
+                }
+            }
+        }
+    }
+}
+
+template <bool TRANSPOSED> __device__ __forceinline__ void run(const Params &p) {
+    extern __shared__ u8 memory[];
+    Shared &s = *(Shared *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
+    if (threadIdx.x == 0) {
+        for (u32 i = 0; i < STAGES; ++i) {
+            barrier_init(shared_address(&s.full[i]), GATHER + 1); // and W's bytes are announced
+            barrier_init(shared_address(&s.empty[i]), MULTIPLY / 32);
+        }
+        for (u32 i = 0; i < 2; ++i) {
+            barrier_init(shared_address(&s.told[i]), 1);
+            barrier_init(shared_address(&s.heard[i]), (MULTIPLY + GATHER + FETCH) / 32);
+        }
+        barrier_init_fence();
+    }
+    u32 row_tiles = (p.rows + BM - 1) / BM;
+    if (p.mode == EXPERT) { // a damaged plan leads nowhere outside its own rows: ends are made to rise, and to lie within M
+        for (u32 e = threadIdx.x; e <= p.experts; e += THREADS)
+            s.ends[e] = e < p.experts ? min(max(p.plan[p.rows + e], 0), (int)p.rows) : (int)p.rows;
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            int end = 0, tiles = 0;
+            for (u32 first = 0; first <= p.experts; first += 32) {
+                const u32 e = first + threadIdx.x;
+                int mine = e <= p.experts ? s.ends[e] : 0;
+#pragma unroll
+                for (u32 i = 1; i < 32; i *= 2) {
+                    const int other = __shfl_up_sync(~0u, mine, i);
+                    if (threadIdx.x >= i) mine = max(mine, other);
+                }
+                mine = max(mine, end);
+                const int before = __shfl_up_sync(~0u, mine, 1), start = threadIdx.x ? before : end;
+                int count = e <= p.experts ? (mine - start + (int)BM - 1) / (int)BM : 0;
+#pragma unroll
+                for (u32 i = 1; i < 32; i *= 2) {
+                    const int other = __shfl_up_sync(~0u, count, i);
+                    if (threadIdx.x >= i) count += other;
+                }
+                count += tiles;
+                if (e <= p.experts) s.ends[e] = mine, s.tiles[e] = count;
+                end = __shfl_sync(~0u, mine, 31), tiles = __shfl_sync(~0u, count, 31);
+            }
+        }
+    }
+    __syncthreads();
+    if (p.mode == EXPERT) row_tiles = s.tiles[p.experts];
+    const u32 blocks = column_blocks(p);
+    if (threadIdx.x < MULTIPLY) {
+        more_registers<200>();
+        multiply_and_write<TRANSPOSED>(p, s, row_tiles, blocks);
+    } else {
+        fewer_registers<104>();
+        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED>(p, s, row_tiles, blocks);
+        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED>(p, s, row_tiles, blocks);
+        else find(p, s, row_tiles, blocks);
+    }
+}
+
+#define KERNEL(name, transposed)                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Params p) { run<transposed>(p); }
+#else
+extern "C" __device__ const int shared_bytes = 0;
+#define KERNEL(name, transposed)                                                                                                           \
+    extern "C" __global__ void name(const __grid_constant__ Params p) {}
+#endif
+
+KERNEL(linear_bf16, false)
+KERNEL(linear_bf16_transposed, true)

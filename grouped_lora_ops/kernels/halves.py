@@ -1,0 +1,58 @@
+"""scaling · h as the sum of two bf16, for a matrix unit that reads its operands from shared memory (csrc/linear.cu)."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import cdiv, power_of_2
+from .mixed import slot_of_rows
+from .tile import launch, scaled, split
+
+
+@triton.jit(do_not_specialize=("ROWS", "G", "R", "L", "id_div", "ids_stride", "h_c"),
+            do_not_specialize_on_alignment=("ids", "scalings"))  # fmt: skip
+def halves_kernel(
+    h, out, ids, scalings, ROWS: "i32", G: "i32", R: "i32", L: "i32", id_div: "i32", ids_stride: "i64", h_c: "i64",
+    CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h's axes (chunk, row, r), out's (row, half, r), dense. The sums, the product and the split are those of `mixed_rows`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < ROWS
+    r = tl.arange(0, BLOCK_R)
+    slot = slot_of_rows(ids, rows // G // id_div, inside, ids_stride, L)
+    live = inside & (slot < L)
+    mask = live[:, None] & (r < R)[None, :]
+    at = rows.to(tl.int64)[:, None] * R + r[None, :]
+    v = tl.load(h + at, mask=mask, other=0.0)
+    for c in tl.static_range(1, CHUNKS):
+        v += tl.load(h + c * h_c + at, mask=mask, other=0.0)
+    if scalings is not None:
+        v = scaled(v, tl.load(scalings + slot, mask=live, other=0.0)[:, None])
+    high, low, _ = split(v, tl.bfloat16)
+    to = out + rows.to(tl.int64)[:, None] * (2 * R) + r[None, :]
+    tl.store(to, high, mask=mask)
+    tl.store(to + R, low, mask=mask)
+
+
+def halves(
+    name: str,
+    h: Tensor,  # [chunks, M, G, r] float32, dense
+    out: Tensor,  # [M, G, 2, r] bf16, dense
+    ids: Tensor | None,  # adapters of the tokens; None: slot 0
+    id_div: int,  # rows of a token
+    scalings: Tensor | None,
+    slots: int,
+    pdl: bool,
+) -> None:
+    """Write high and low of scaling · h; rows without an adapter are left as they are."""
+    chunks, rows, groups, rank = h.shape
+    width = power_of_2(rank)
+    block_m = max(1, 2048 // width)
+    launch(
+        name, halves_kernel, (cdiv(rows * groups, block_m), 1, 1),
+        (h, out, ids, scalings, rows * groups, groups, rank, slots, id_div, 0 if ids is None else ids.stride(0), h.stride(0)),
+        (chunks, block_m, width, pdl), 4, 1, pdl,
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""y = x Wᵀ + scaling · h Bᵀ + bias for many rows, dense or routed to experts, in one launch of csrc/linear.cu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import cuda, driver
+
+THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
+ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
+IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32, 64
+# struct Params: tensor maps of W and x; x h b bias out ids plan ranks weights; strides; x_t, sizes and flags; where slices start
+LAYOUT = "P15QP15Q9P12q28I10I"
+BOX_M = 128  # rows of x that TMA brings at once where they follow one another
+BOX_N, BOX_K = 128, 64  # of W's rows and columns that TMA brings at once; 64 × 64 where its elements lie side by side along N
+
+
+def _vectors(t: Tensor | None, unit: int) -> bool:
+    """Whether t's elements lie side by side along axis `unit`, and every such row starts at a multiple of 16 bytes."""
+    if t is None:
+        return True
+    each = 16 // t.element_size()
+    axes = [axis for axis in range(t.dim()) if axis != unit % t.dim() and t.shape[axis] > 1]
+    side_by_side = t.stride(unit) == 1 or t.shape[unit] == 1
+    return side_by_side and t.data_ptr() % 16 == 0 and all(t.stride(axis) % each == 0 for axis in axes)
+
+
+def transposed(w: Tensor) -> bool:
+    """Whether W's elements lie side by side along N, as in the gradient of x."""
+    return w.stride(-1) != 1 and w.stride(-2) == 1
+
+
+def fits(
+    x: Tensor,  # [M, G or 1, D]
+    w: Tensor,  # [E, G, N, D]
+    h: Tensor | None,  # [chunks, M, G', r]
+    b: Tensor | None,  # [L, E|1, G', N, r]
+    bias: Tensor | None,  # [E, G, N]
+    out: Tensor,  # [M, G, N]
+    sizes: tuple | None,
+) -> bool:
+    """Whether the kernel can read and write these layouts: bf16, unit strides along D (W, B: or along N, both), rows that
+    start at multiples of 16 bytes, and sizes that are multiples of 8."""
+    if not all(t is None or t.dtype == torch.bfloat16 for t in (x, w, b)) or out.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    along_n = transposed(w)
+    widths = (out.shape[2],) if sizes is None else sizes
+    if len(widths) > MAX_SLICES or any(width % 8 for width in widths) or x.shape[2] % 8 or w.shape[0] > MAX_EXPERTS:
+        return False
+    if not (_vectors(x, 2) and _vectors(out, 2) and _vectors(w, 2 if along_n else 3)) or 0 in w.stride():
+        return False
+    if x.stride(0) * 2 >= 1 << 32 or not (bias is None or bias.stride(2) == 1 or bias.shape[2] == 1):
+        return False
+    if h is None:
+        return True
+    return b.shape[4] % 8 == 0 and b.shape[0] <= MAX_SLOTS and h[0].is_contiguous() and _vectors(b, 3 if along_n else 4)
+
+
+def _map_of(w: Tensor, along_n: bool) -> list[int]:
+    """The words of W's tensor map, axes (d, n, group, expert) or (n, d, group, expert)."""
+    order = (2, 3, 1, 0) if along_n else (3, 2, 1, 0)
+    box = (64, 64, 1, 1) if along_n else (BOX_K, BOX_N, 1, 1)
+    return driver.tensor_map(w, order, box)
+
+
+def product(
+    name: str,
+    x: Tensor,  # [M or M / x_div, G or 1, D]
+    x_div: int,
+    w: Tensor,  # [E, G or 1, N, D]; dense: E = 1
+    h: Tensor | None,  # [chunks, M or M / h_div, G' or 1, r] float32
+    h_div: int,
+    b: Tensor | None,  # [L, E|1, G' or 1, N, r]
+    bias: Tensor | None,  # [E, G or 1, N]
+    out: Tensor,  # [M, G, N]; one group of y from two of x and W, or of h and B: their sum
+    ids: Tensor | None,  # adapters of the tokens; None: slot 0
+    id_div: int,  # routes of a token
+    plan: Tensor | None,
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    weights: Tensor | None,  # [M]
+    staged: bool,
+    sizes: tuple | None,
+    sum_groups: int,
+    h_groups: int,
+    mode: int,
+    rank_block: int,
+    tile_group: int,
+    programs: int,
+    overlap: bool,
+) -> bool:
+    """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
+    this GPU has no such kernel.
+    """
+    module = cuda.module(name, "linear", out.device.index)
+    if module is None or not module.constant(name, "available") or not driver.has_tensor_maps():
+        return False
+    rows, groups, columns = out.shape
+    along_n = transposed(w)
+    shared = module.constant(name, "shared_bytes")
+    function = module.function(name, "linear_bf16_transposed" if along_n else "linear_bf16", shared)
+
+    def stride(t: Tensor | None, axis: int) -> int:
+        return 0 if t is None or t.shape[axis] == 1 else t.stride(axis)
+
+    starts = [0] * (MAX_SLICES + 1)
+    for i, size in enumerate(sizes or ()):
+        starts[i + 1] = starts[i] + size
+    flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
+    flags |= BIAS32 if bias is not None and bias.dtype == torch.float32 else 0
+    flags |= OUT32 if out.dtype == torch.float32 else 0
+    flags |= WEIGHTS32 if weights is not None and weights.dtype == torch.float32 else 0
+    flags |= (STAGED if staged else 0) | (OVERLAP if overlap and h is not None else 0)
+    words, both = _map_of(w, along_n), None
+    if h is not None:
+        from ..kernels.halves import halves
+
+        both = driver.empty((*h.shape[1:3], 2, h.shape[3]), x.dtype, x.device)
+        halves(name, h, both, ids, id_div // h_div, scalings, b.shape[0], overlap)
+    x_words = [0] * 16
+    if mode == ROWS and x_div == 1:
+        flags |= IN_ORDER
+        x_words = driver.tensor_map(x, (2, 0, 1), (BOX_K, BOX_M, 1), pad=4)
+    values = (
+        w, *words[1:], x if flags & IN_ORDER else None, *x_words[1:], x, both, b, bias, out, ids, plan, ranks, weights,
+        0 if ids is None else ids.stride(0), stride(x, 1), stride(both, 1),
+        stride(b, 0), stride(b, 1), stride(b, 2), 0 if b is None else b.stride(4 if along_n else 3),
+        stride(bias, 0), stride(bias, 1), stride(out, 0), stride(out, 1), 0 if weights is None else weights.stride(0),
+        2 * stride(x, 0), 2 * stride(both, 0), rows, 0 if h is None else b.shape[0], x.shape[2], columns, 0 if h is None else h.shape[3], w.shape[0],
+        x_div, h_div, id_div, groups, sum_groups, h_groups, rank_block, mode, tile_group, flags,
+        0 if sizes is None else len(sizes), *starts, *[0] * 10,
+    )  # fmt: skip
+    cuda.launch(function, (programs, 1, 1), THREADS, LAYOUT, values, shared=shared, pdl=bool(flags & OVERLAP))
+    return True
