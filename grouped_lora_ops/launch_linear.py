@@ -14,7 +14,7 @@ from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, po
 ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
-CUDA_TOKENS = 128  # from here on csrc/linear.cu
+CUDA_TOKENS = 128  # from here on csrc/linear.cu, where its tiles of 128 × 256 keep most multiprocessors busy (H200, wo_a T = 256: 48 µs)
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
@@ -130,11 +130,11 @@ def _stream(p: Problem) -> LinearConfig:
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
     """`tiles`, and csrc/linear.cu in its place where that is the faster one."""
     config = tiles(p, transposed, fp16)
-    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
+    programs = _programs(p, 128, 256)
+    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS or programs < 0.7 * p.sms:
         return config
     sort = config.shrink is not None and p.slots > 1 and p.tokens > launch.SCAN_TOKENS
-    programs = min(p.sms, cdiv(p.tokens, 128) * p.groups * cdiv(p.out_features, 256))
-    return replace(config, cuda=CudaConfig(SORTED if sort else ROWS, programs, 8))
+    return replace(config, cuda=CudaConfig(SORTED if sort else ROWS, min(p.sms, programs), 8))
 
 
 def tiles(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
