@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -479,6 +480,33 @@ def test_every_source_compiles_for_every_architecture_without_spills(tmp_path, s
     assert registers and max(registers) <= 255 and len(frames) >= len(registers)
     assert set(frames) == {("0", "0", "0")}, said
     assert_parameters_fit(stem, tmp_path / "out.cubin")
+    if stem == "linear":
+        assert_for_hopper_alone((tmp_path / "out.cubin").read_bytes(), arch, registers)
+
+
+def constant_in(cubin: bytes, name: str) -> int:
+    """The value of an `extern "C" __device__ const int` as the cubin's ELF has it."""
+    sections, size, count = struct.unpack_from("<Q", cubin, 40)[0], *struct.unpack_from("<HH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections + i * size) for i in range(count)]
+    for _, kind, _, _, at, length, link, _, _, entry in headers:
+        if kind != 2:  # a table of symbols
+            continue
+        for start in range(at, at + length, entry):
+            text, _, _, section, value, _ = struct.unpack_from("<IBBHQQ", cubin, start)
+            begin = headers[link][4] + text
+            if cubin[begin : cubin.index(b"\0", begin)] == name.encode():
+                _, kind, _, _, offset, *_ = headers[section]
+                zeros = kind == 8  # a section that takes no room
+                return 0 if zeros else struct.unpack_from("<i", cubin, offset + value)[0]
+    raise KeyError(name)
+
+
+def assert_for_hopper_alone(cubin: bytes, arch: str, registers: list[int]):
+    """csrc/linear.cu: 384 threads that have all registers of a multiprocessor, shared memory within a block's; elsewhere nothing."""
+    hopper, shared = arch == "sm_90a", constant_in(cubin, "shared_bytes")
+    assert constant_in(cubin, "available") == hopper
+    assert len(registers) == 2 and max(registers) <= (168 if hopper else 16)
+    assert 0 < shared <= 227 << 10 if hopper else shared == 0
 
 
 def assert_parameters_fit(stem, cubin):
@@ -488,7 +516,8 @@ def assert_parameters_fit(stem, cubin):
         return
     tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
     text = subprocess.run([tool, "-elf", cubin], capture_output=True, text=True, check=True).stdout
-    sizes = {int(size, 16) for size in re.findall(r"Ordinal\s*:\s*0x0\s*Offset\s*:\s*0x0\s*Size\s*:\s*0x(\w+)", text)}
+    # the offset is not 0 where the struct is aligned to 64 bytes: constant memory has other things ahead of it
+    sizes = {int(size, 16) for size in re.findall(r"Ordinal\s*:\s*0x0\s*Offset\s*:\s*0x\w+\s*Size\s*:\s*0x(\w+)", text)}
     layout = importlib.import_module(f"grouped_lora_ops.ops.{stem}_cuda").LAYOUT
     fields = "".join([letter * int(count or 1) for count, letter in re.findall(r"(\d*)(\w)", layout)])
     assert sizes == {len(driver.pack(layout, [None if letter == "P" else 0 for letter in fields])[0])}
