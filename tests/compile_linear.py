@@ -40,6 +40,13 @@ SCALED = [
     (torch.float16, 8192, 1, 64, True, None),
     (torch.bfloat16, 8192, 1, 16, True, None),
 ]
+# scaling · h split for csrc/linear.cu: chunks, rows, groups, r, ids' dtype, with scalings (without: the gradient of x)
+HALVES = [
+    (4, 8192, 4, 64, torch.int32, True),
+    (1, 1024, 1, 16, torch.int64, False),
+    (2, 1024, 1, 128, torch.int32, True),
+    (1, 4096, 2, 200, None, True),
+]
 QUICK = 2
 BACKWARD = 4  # of so many also the gradient of x
 
@@ -54,6 +61,8 @@ def main(arch: str, sms: int, how: str) -> None:
     for cases, scaled in zip(every, (False, True)):
         backward = () if how == "quick" else (1,) if scaled and how == "all" else range(BACKWARD)
         record_cases(ops, cases, scaled, backward)
+    if arch == "sm_90":
+        record_halves()
     with ThreadPoolExecutor(2) as pool:
         for line in pool.map(lambda job: compiled(job, int(arch.removeprefix("sm_"))), jobs.values()):
             print(json.dumps(line), flush=True)
@@ -73,6 +82,15 @@ def record_cases(ops, cases: list, scaled: bool, backward) -> None:
         ops._cuda(x, weight, a, b, ids, scalings, None, sizes, ranks, None, scale)
         if i in backward:
             ops._backward_cuda(y, x, weight, a, b, ids, scalings, None, sizes, ranks, None, [True] + [False] * 4, scale)
+
+
+def record_halves() -> None:
+    kernels = importlib.import_module("grouped_lora_ops.kernels.halves")
+    kernels.launch = record
+    for chunks, rows, groups, rank, id_dtype, scaled in HALVES:
+        h, both = torch.empty(chunks, rows, groups, rank), torch.empty(rows, groups, 2, rank, dtype=torch.bfloat16)
+        ids = None if id_dtype is None else torch.zeros(rows, dtype=id_dtype)
+        kernels.halves("linear", h, both, ids, 1, torch.ones(8) if scaled else None, 8, True)
 
 
 if __name__ == "__main__":

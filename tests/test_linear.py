@@ -487,8 +487,12 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
     command = [sys.executable, str(ROOT / "tests/compile_linear.py"), arch, str(sms), how]
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    every = [json.loads(line) for line in run.stdout.splitlines()]
+    lines, halves = ([k for k in every if (k["kernel"] == "halves_kernel") == split] for split in (False, True))
     assert len(lines) >= {"quick": 4, "all": 17, "thorough": 24}[how]
+    assert len(halves) == (4 if arch == "sm_90" else 0)
+    for k in halves:  # 4 warps; nothing of the kernel ahead is touched before it has ended
+        assert k["stack"] == 0 and k["registers"] <= 128 and k["launch_pdl"] and k["before wait"] == 0, k
     assert any(k["constants"]["ONE_SCALE"] for k in lines)
     for k in lines:
         assert k["shared"] <= launch_linear.shared_memory(arch), k
