@@ -1,0 +1,804 @@
+"""csrc/linear.cu behind `linear` and the expert ops: when it is chosen, what it is given, and, on a GPU, its bits: the Triton kernels'."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import random
+import re
+import struct
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import FORMS, NAN, assert_bits, assert_equal
+from conftest import poisoned
+from linear_cases import case, check, random_case
+from test_expert_kernels import FORMS as FACTORS
+from test_expert_kernels import check_linear, linear_case
+from test_expert_kernels import kernels as expert_kernels
+from test_expert_mlp_kernels import NAMES, PLACEMENTS, gradients, layer
+
+import grouped_lora_ops as gl
+from grouped_lora_ops import _builds, cuda, driver, launch, launch_experts, launch_linear
+from grouped_lora_ops.launch_experts import ExpertProblem
+from grouped_lora_ops.launch_linear import CudaConfig
+from grouped_lora_ops.ops import common, expert_stages, linear_cuda, prepared
+
+gpu = pytest.mark.gpu
+BF16 = torch.bfloat16
+# T, L, D, N, r: one tile and parts of several; a tail of D and of N; more adapters than tiles; pieces of r of 16, 32, 64 and 128
+SIZES = ((128, 1, 64, 256, 16), (200, 3, 520, 392, 24), (300, 8, 1024, 512, 64), (513, 40, 264, 264, 128), (1024, 8, 512, 1000, 8))
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """choose(True): csrc/linear.cu takes every product of 128 rows (experts: with a plan) that it can, however few tiles that makes;
+    choose(False): none. Returns what its launches have answered since."""
+    linear, product, answers = launch_linear.linear, linear_cuda.product, []
+
+    def counted(*args):
+        answers.append(product(*args))
+        return answers[-1]
+
+    def apply(on: bool, programs: int | None = None) -> list:
+        def dense(p, transposed=False, fp16=False):
+            small = linear(replace(p, sms=1), transposed, fp16).cuda if on else None  # one multiprocessor is never too large
+            found = None if small is None else replace(small, programs=programs or p.sms)
+            return replace(linear(p, transposed, fp16), cuda=found)
+
+        def experts(p):
+            return on and p.arch == "sm_90" and p.itemsize == 2 and launch_experts.needs_plan(p.routes)
+
+        monkeypatch.setattr(launch_linear, "linear", dense)
+        monkeypatch.setattr(launch_experts, "takes_cuda", experts)
+        monkeypatch.setattr(linear_cuda, "product", counted)
+        common.configured.cache_clear()
+        prepared.forget()
+        answers.clear()
+        return answers
+
+    return apply
+
+
+@pytest.fixture
+def both(choose):
+    """both(call, taken): what call gives by csrc/linear.cu, which must take so many products, and by Triton's kernels alone."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for sm_90")
+
+    def run(call, taken: int, programs: int | None = None):
+        answers = choose(True, programs)
+        with poisoned():
+            got = call()
+        assert answers == [True] * taken
+        choose(False)
+        with poisoned():
+            want = call()
+        assert answers == []
+        return got, want
+
+    return run
+
+
+def compare(results, what="") -> None:
+    for i, (got, want) in enumerate(zip(*results, strict=True)):
+        assert_bits(got, want, f"{what}, result {i}")
+
+
+# --- on a GPU: linear ---
+
+
+@gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_exact(kernels, both, choose, form):
+    answers = choose(True)
+    for tokens, slots, features, out, rank in SIZES:
+        sizes = [out, 136, 8]
+        c, weight, bias = case(
+            form, tokens=tokens, slots=slots, features=features, out=out, rank=rank, ranks=True, sizes=sizes, device="cuda"
+        )
+        what = f"{tokens} {slots} {features} {out} {rank}"
+        check(kernels, c, weight, bias, what)
+        check(kernels, c, weight, None, f"{what} planned", plan=gl.plan(c.ids, slots))
+    assert answers == [True] * 2 * len(SIZES)
+
+
+def dense(form, tokens, slots, features, out, rank, seed=0):
+    """(x, weight, a, b, ids, scalings, bias, out_sizes, ranks) of random numbers; NaN past an adapter's rank."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=g, device="cuda").to(BF16)
+
+    groups, sizes = (3, [out, 136, 8]) if form == "slices" else (2, None)
+    x_axes, out_axes = ((groups,) if form == "wo_a" else ()), (() if form == "plain" else (groups,))
+    a_axes, out_axes = ((groups,), ()) if sizes else ((), out_axes)
+    columns = sum(sizes) if sizes else out
+    a, b = randn(slots, *a_axes, rank, features) * features**-0.5, randn(slots, *out_axes, columns, rank)
+    ids = torch.randint(-1, slots, (tokens,), generator=g, device="cuda")
+    ranks = torch.randint(1, rank + 1, (slots,), generator=g, device="cuda", dtype=torch.int32)
+    past = torch.arange(rank, device="cuda") >= ranks[:, None]
+    a.masked_fill_(past.view(slots, *[1] * len(a_axes), rank, 1), NAN)
+    b.masked_fill_(past.view(slots, *[1] * (len(out_axes) + 1), rank), NAN)
+    scalings = torch.rand(slots, generator=g, device="cuda") + 0.5
+    x, weight = randn(tokens, *x_axes, features), randn(*out_axes, columns, features) * features**-0.5
+    return x, weight, a, b, ids, scalings, randn(*out_axes, columns), sizes, ranks
+
+
+@gpu
+@pytest.mark.parametrize("form", ["plain", "wo_a", "shared h", "slices"])
+def test_the_bits_of_the_triton_kernels(both, form):
+    """y and the gradient of x (W and A transposed, summed over groups that share x), with few blocks for many tiles, too."""
+    for i, (tokens, slots, features, out, rank) in enumerate((*SIZES, (1000, 2, 4096, 1024, 16))):
+        x, weight, a, b, ids, scalings, bias, sizes, ranks = dense(form, tokens, slots, features, out, rank)
+        bias = None if i % 3 == 2 else bias.float() if i % 3 else bias
+        args = (weight, a, b, ids, scalings, bias, sizes, ranks, gl.plan(ids, slots) if i % 2 else None)
+        grad = torch.randn(tokens, *weight.shape[:-1], device="cuda").to(BF16)
+
+        def call(x=x, args=args, grad=grad):
+            leaf = x.detach().requires_grad_()
+            y = gl.linear(leaf, *args)
+            return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
+
+        compare(both(call, 2, programs=(None, 3)[i % 2]), f"{tokens} {slots} {features} {out} {rank}")
+
+
+@gpu
+def test_a_rows_bits_are_its_own(both, choose):
+    """Below 128 rows by Triton, above by csrc/linear.cu, as they come or in the plan's order."""
+    x, weight, a, b, ids, scalings, bias, _, ranks = dense("wo_a", 1000, 5, 1024, 384, 48)
+    grad = torch.randn(1000, 2, 384, device="cuda").to(BF16)
+    answers = choose(True)
+
+    def run(rows):
+        leaf = x[rows].requires_grad_()
+        y = gl.linear(leaf, weight, a, b, ids[rows], scalings, bias, ranks=ranks)
+        return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
+
+    batch = run(slice(None))
+    order = torch.randperm(1000, device="cuda")
+    for rows, taken in (
+        (slice(1, 2), 0), (slice(0, 7), 0), (slice(0, 64), 0), (slice(0, 127), 0), (slice(0, 128), 2), (slice(9, 300), 2), (order, 2),
+    ):  # fmt: skip
+        answers = choose(True)
+        for got, want in zip(run(rows), batch):
+            assert_bits(got, want[rows], f"rows {rows}")
+        assert answers == [True] * taken
+    choose(True)
+    parent = gl.linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias)
+    assert_bits(batch[0][ids < 0], parent[ids < 0], "without an adapter")
+    assert_bits(gl.linear(x, weight, a, torch.zeros_like(b), ids, scalings, bias, ranks=ranks), parent, "zero adapters")
+
+
+@gpu
+@pytest.mark.parametrize("bad", [float("inf"), NAN], ids=str)
+def test_what_is_not_finite_stays_with_its_adapter(both, bad):
+    """In B, and in A for the gradient of x: other rows have the bits that they have without it, its own are Triton's."""
+    x, weight, a, b, ids, scalings, bias, _, _ = dense("wo_a", 700, 3, 512, 520, 24)
+    a, b = a.nan_to_num(), b.nan_to_num()
+    grad = torch.randn(700, 2, 520, device="cuda").to(BF16)
+    needs = [True, False, False, False, False]
+
+    def call(a, b):
+        y = gl.linear(x, weight, a, b, ids, scalings, bias)
+        return y, torch.ops.grouped_lora.linear_backward(grad, x, weight, a, b, ids, scalings, bias, None, None, None, needs)[0]
+
+    clean = both(lambda: call(a, b), 2)[0]
+    bad_a, bad_b = a.clone(), b.clone()
+    bad_a[0].view(-1)[5:7000:77], bad_b[0].view(-1)[5:7000:77] = bad, -bad
+    for which, (got, want) in enumerate(zip(*both(lambda: (call(a, bad_b)[0], call(bad_a, b)[1]), 4))):
+        assert_bits(got[ids != 0], clean[which][ids != 0], f"other adapters' rows, {which}")
+        assert not got[ids == 0].isfinite().all()
+        assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7), want.nan_to_num(7)), which
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [200, 1000])
+def test_replays_follow_ids_and_weights(both, choose, tokens):
+    x, weight, a, b, ids, scalings, bias = random_case("cuda", BF16, tokens, 6, 2, 512, 256, 16)
+    ranks = torch.full((6,), 16, dtype=torch.int32, device="cuda")
+
+    def change(seed):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        ids.copy_(torch.randint(-1, 6, ids.shape, generator=g, device="cuda"))
+        ranks.copy_(torch.randint(0, 17, ranks.shape, generator=g, device="cuda"))
+        scalings.uniform_(generator=g)
+        for t in (x, weight, a, b, bias):
+            t.normal_(generator=g)
+
+    replay(choose, change, lambda: gl.linear(x, weight, a, b, ids, scalings, bias, ranks=ranks))
+
+
+def replay(choose, change, step) -> None:
+    """50 replays of a captured step with other contents each, against Triton's kernels."""
+    choose(False)
+    wanted = []
+    for seed in range(50):
+        change(seed)
+        wanted.append(step())
+    answers = choose(True)
+    step()
+    assert answers == [True]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    assert answers == [True], "the capture repeats a prepared call"
+    for seed, want in enumerate(wanted):
+        change(seed)
+        graph.replay()
+        assert_bits(y, want, f"replay {seed}")
+
+
+@gpu
+def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
+    """A tensor map holds an address, which follows the weight and x: as they come, gathered, transposed."""
+    for tokens in (200, 1000):
+        sets = [dense("wo_a", tokens, 4, 512, 256, 16, seed) for seed in range(4)]
+        grads = [torch.randn(tokens, 2, 256, device="cuda").to(BF16) for _ in sets]
+
+        def run(i, sets=sets, grads=grads):
+            x, *rest = sets[i]
+            leaf = x.detach().requires_grad_()
+            y = gl.linear(leaf, *rest)
+            with torch.no_grad():
+                straight = gl.linear(x, *rest)
+            return y.detach(), straight, torch.autograd.grad(y, leaf, grads[i])[0]
+
+        choose(False)
+        wanted = [run(i) for i in range(4)]
+        answers = choose(True)
+        first = run(0)
+        taken = len(answers)
+        assert answers == [True] * taken and taken >= 2
+        for i in (0, 1, 2, 3):
+            compare((run(i), wanted[i]), f"T {tokens}, set {i}")
+        compare((first, wanted[0]), f"T {tokens}, the first call")
+        assert len(answers) <= taken + 4, "only the gradient takes the ordinary way again"
+
+
+@gpu
+def test_no_rows_no_launch_and_no_routes_zeros(both, choose):
+    answers = choose(True)
+    x, weight, a, b, ids, scalings, bias, _, _ = dense("plain", 128, 2, 64, 64, 8)
+    assert gl.linear(x[:0], weight, a, b, ids[:0], scalings, bias).shape == (0, 64) and answers == []
+    c = experts(200, 4, 5, 128, 144, 3, 16)
+    none = torch.full_like(c.ids, -1)
+    with poisoned():
+        y = c.call(ids=none)
+        assert_bits(y, torch.zeros_like(y))
+        assert c.call(x=c.x[:0], ids=c.ids[:0], adapters=c.adapters[:0], row_weights=c.row_weights[:0]).shape == (0, 144)
+    assert answers == [True]
+
+
+@gpu
+def test_a_damaged_plan_leads_nowhere(both, choose):
+    answers = choose(True)
+    x, weight, a, b, ids, scalings, bias, _, ranks = dense("plain", 1000, 4, 512, 256, 16)
+    c = experts(300, 4, 5, 128, 144, 3, 16)
+    plan, routed = gl.plan(ids, 4), gl.expert_plan(c.ids, c.adapters, 5, 3)
+    for wrong in (2**30, -(2**30), -1):
+        gl.linear(x, weight, a, b, ids, scalings, bias, ranks=ranks, plan=torch.full_like(plan, wrong))
+        c.call(plan=torch.full_like(routed, wrong))
+    torch.cuda.synchronize()
+    assert answers and all(answers)
+    got = gl.linear(x, weight, a, b, ids, scalings, bias, ranks=ranks, plan=plan), c.call(plan=routed)
+    choose(False)
+    compare((got, (gl.linear(x, weight, a, b, ids, scalings, bias, ranks=ranks), c.call())))
+
+
+# --- on a GPU: experts ---
+
+
+def experts(tokens, top_k, count, features, out, slots, rank, factors="whole", shared="", per_route=False, seed=0):
+    """expert_linear's arguments of random numbers: masked routes, ids past the last expert, expert 2 without any."""
+    g = torch.Generator(device="cuda").manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=g, device="cuda").to(BF16)
+
+    each, halves = ((2,) if factors == "an A each" else ()), ((2, out // 2) if factors != "whole" else (out,))
+    ids = torch.randint(-1, count + 1, (tokens, top_k), generator=g, device="cuda")
+    ids[ids == 2] = -1
+    c = SimpleNamespace(
+        x=randn(tokens * top_k if per_route else tokens, features),
+        weight=randn(count, *halves, features) * features**-0.5,
+        a=randn(slots, 1 if "a" in shared else count, *each, rank, features) * features**-0.5,
+        b=randn(slots, 1 if "b" in shared else count, out, rank),
+        ids=ids,
+        adapters=torch.randint(-1, slots, (tokens,), generator=g, device="cuda") if slots > 1 else None,
+        scalings=torch.rand(slots, generator=g, device="cuda") + 0.5,
+        bias=randn(count, out),
+        row_weights=torch.rand(tokens * top_k, generator=g, device="cuda"),
+        ranks=torch.randint(0, rank + 1, (slots,), generator=g, device="cuda", dtype=torch.int32),
+    )
+
+    def call(plan=None, **changed):
+        v = {**{k: t for k, t in vars(c).items() if k != "call"}, **changed}
+        options = {k: v[k] for k in ("bias", "row_weights", "ranks")}
+        return gl.expert_linear(v["x"], v["weight"], v["a"], v["b"], v["ids"], v["adapters"], v["scalings"], plan=plan, **options)
+
+    c.call = call
+    return c
+
+
+@gpu
+@pytest.mark.parametrize("form", FACTORS)
+def test_experts_exact(both, choose, form):
+    answers = choose(True)
+    for i, (tokens, top_k, count, features, out, slots, rank, shared) in enumerate(
+        ((130, 4, 5, 136, 144, 3, 24, ""), (700, 2, 3, 64, 528, 1, 16, "a"), (300, 3, 40, 72, 272, 2, 64, "b"))
+    ):
+        options = dict(tokens=tokens, top_k=top_k, experts=count, features=features, out=out, slots=slots, rank=rank, shared=shared)
+        c = linear_case(form=form, bias=True, weights=i != 1, ranks=True, per_route=i == 2, halves=("wb", "", "w")[i], **options)
+        check_linear(c, f"{form} {i}")
+        check_linear(c, f"{form} {i} without LoRA", lora=False)
+        if slots > 1:
+            check_linear(c, f"{form} {i} planned", plan=gl.expert_plan(c.ids, c.adapters, count, slots))
+    assert answers == [True] * 8
+
+
+@gpu
+@pytest.mark.parametrize("factors, shared", [("whole", ""), ("an A each", ""), ("halves of W", ""), ("whole", "a"), ("whole", "b")])
+def test_the_bits_of_the_triton_kernels_over_experts(both, factors, shared):
+    """y and all gradients; x of tokens and of routes, one adapter and several, rows of an expert from few to thousands."""
+    names = ("x", "weight", "a", "b", "bias", "row_weights")
+    for tokens, top_k, count, features, out, slots, rank, per_route in (
+        (200, 4, 5, 512, 528, 3, 16, False),
+        (700, 3, 16, 264, 272, 1, 32, True),
+        (2000, 2, 4, 768, 1040, 4, 64, False),
+        (600, 4, 300, 256, 256, 2, 128, False),
+    ):
+        c = experts(tokens, top_k, count, features, out, slots, rank, factors, shared, per_route)
+        grad = torch.randn(tokens * top_k, out, device="cuda").to(BF16)
+
+        def call(c=c, grad=grad):
+            leaves = {name: getattr(c, name).detach().requires_grad_() for name in names}
+            y = c.call(**leaves)
+            return y.detach(), *torch.autograd.grad(y, list(leaves.values()), grad)
+
+        compare(both(call, 2), f"{tokens} {count} {slots} {rank}")
+
+
+@gpu
+@pytest.mark.parametrize("router_weight", PLACEMENTS)
+def test_the_bits_of_expert_mlp(both, router_weight):
+    """y with h1 kept and without, and all ten gradients."""
+    generator = torch.Generator().manual_seed(0)
+    for activation, tokens, count, hidden, inner, rank in (("swiglu", 300, 4, 264, 136, 16), ("relu2", 900, 8, 128, 256, 64)):
+        ids = torch.randint(-1, count + 1, (tokens, 4), generator=generator)
+        ids[ids == 2] = -1
+        c = layer(
+            activation=activation, router_weight=router_weight, tokens=tokens, top_k=4, experts=count, hidden=hidden, inner=inner,
+            rank=rank, ids=ids.tolist(),
+        )  # fmt: skip
+
+        def call(c=c):
+            y, h1 = expert_kernels("mlp_train")(*c.args())
+            return y, h1, expert_kernels("mlp")(*c.args()), *gradients(c, h1, [True] * len(NAMES))
+
+        got, want = both(call, 7 if router_weight == "post_down" else 6)
+        compare((got, want), activation)
+        assert_bits(got[0], got[2], "h1 kept or not")
+
+
+@gpu
+def test_an_experts_adapter_that_is_not_finite_stays_with_its_rows(both):
+    c = experts(500, 4, 5, 256, 272, 3, 24)
+    slots = c.adapters.repeat_interleave(4)
+    clean = both(lambda: (c.call(),), 1)[0][0]
+    bad = c.b.clone()
+    bad[0, ..., ::9, 1], bad[0, ..., 4] = float("inf"), NAN
+    c.ranks[0] = 24
+    got, want = (r[0] for r in both(lambda: (c.call(b=bad),), 1))
+    assert_bits(got[slots != 0], clean[slots != 0], "other adapters' rows")
+    live = (c.ids.flatten() >= 0) & (c.ids.flatten() < 5) & (slots == 0)
+    assert not got[live].isfinite().all(1).any()
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7), want.nan_to_num(7))
+
+
+@gpu
+def test_replays_follow_the_routing(both, choose):
+    c = experts(400, 4, 8, 256, 272, 3, 16)
+
+    def change(seed):
+        other = experts(400, 4, 8, 256, 272, 3, 16, seed=seed)
+        for name, t in vars(other).items():
+            if isinstance(t, torch.Tensor):
+                getattr(c, name).copy_(t)
+
+    replay(choose, change, c.call)
+
+
+# --- the choice ---
+
+
+def problem(**changes):
+    return replace(launch.Problem("sm_90", 132, 2, 8192, 4, 4096, 1024, 16, 8), **changes)
+
+
+def test_linear_takes_it_from_128_rows_on_where_its_tiles_fill_the_gpu():
+    wide = dict(groups=8, out_features=18432)  # 576 blocks of columns
+    first = launch_linear.CUDA_TOKENS
+    assert launch_linear.linear(problem(tokens=first - 1, **wide)).cuda is None
+    assert launch_linear.linear(problem(tokens=first, **wide)).cuda == CudaConfig(launch_linear.ROWS, 132, 8)
+    assert launch_linear.linear(problem(tokens=first, groups=1, out_features=256)).cuda is None, "one tile for 132 multiprocessors"
+    assert launch_linear.linear(problem(sms=20, tokens=first, out_features=1024)).cuda.programs == 16, "as many as there are tiles"
+    for changes in (dict(), dict(slots=1), dict(rank=0), dict(slots=0), dict(tokens=1024)):
+        assert launch_linear.linear(problem(**changes)).cuda is not None, changes
+        assert launch_linear.linear(problem(**changes), True).cuda is not None, changes
+
+
+def test_other_gpus_and_dtypes_do_not():
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_103", "sm_120"):
+        assert launch_linear.linear(problem(arch=arch)).cuda is None
+    assert launch_linear.linear(problem(itemsize=4)).cuda is None
+    for transposed in (False, True):
+        assert launch_linear.linear(problem(), transposed, fp16=True).cuda is None
+        assert launch_linear.scaled(problem(), transposed).cuda is None, "e4m3 weights"
+
+
+def test_a_plan_where_adapters_meet_in_many_rows():
+    assert launch_linear.linear(problem()).cuda.mode == launch_linear.SORTED
+    for changes in (dict(slots=1), dict(rank=0), dict(slots=0), dict(tokens=launch.SCAN_TOKENS, out_features=18432)):
+        assert launch_linear.linear(problem(**changes)).cuda.mode == launch_linear.ROWS, changes
+
+
+def test_every_choice_is_one_that_the_kernel_has():
+    draw, taken = random.Random(0), 0
+    for _ in range(3000):
+        p = launch.Problem(
+            arch=draw.choice(["sm_80", "sm_90", "sm_90", "sm_100", "sm_120"]), sms=draw.choice([1, 20, 132]), itemsize=draw.choice([2, 2, 4]),
+            tokens=int(2 ** draw.uniform(0, 18)), groups=draw.choice([1, 2, 8]), in_features=draw.choice([1, 100, 4096]),
+            out_features=draw.choice([1, 127, 1024, 4096]), rank=draw.choice([0, 1, 16, 64, 512]), slots=draw.choice([0, 1, 8, 1024]),
+        )  # fmt: skip
+        transposed, fp16 = draw.random() < 0.3, draw.random() < 0.2
+        c = launch_linear.linear(p, transposed, fp16)
+        assert replace(c, cuda=None) == launch_linear.tiles(p, transposed, fp16), "what else is chosen stays"
+        if c.cuda is None:
+            continue
+        taken += 1
+        assert (p.arch, p.itemsize, fp16) == ("sm_90", 2, False) and p.tokens >= launch_linear.CUDA_TOKENS
+        assert 1 <= c.cuda.programs <= p.sms and c.cuda.tile_group >= 1
+        assert c.cuda.mode == launch_linear.ROWS or (p.tokens > launch.SCAN_TOKENS and c.shrink is not None and p.slots > 1)
+        assert c.rank_block in (16, 32), "the pieces of r that the kernel has stages for"
+    assert taken > 100
+
+
+def routed(**changes):
+    return replace(ExpertProblem("sm_90", 132, 2, 8 * 4096, 128, 4, 2, 2, 2048, 768, 16, True), **changes)
+
+
+def test_experts_take_it_where_they_have_many_routes():
+    assert launch_experts.takes_cuda(routed())
+    first = 128 * launch_experts.CUDA_ROUTES
+    assert launch_experts.takes_cuda(routed(routes=first)) and not launch_experts.takes_cuda(routed(routes=first - 1))
+    few = dict(experts=1, groups=1, out_features=256)
+    assert not launch_experts.takes_cuda(routed(routes=launch_experts.ROUTE_LIMIT, **few | dict(out_features=1 << 20))), "no plan"
+    assert not launch_experts.takes_cuda(routed(routes=1000, **few)), "8 tiles for 132 multiprocessors"
+    for changes in (dict(itemsize=4), *[dict(arch=arch) for arch in ("sm_80", "sm_89", "sm_100", "sm_120")]):
+        assert not launch_experts.takes_cuda(routed(**changes)), changes
+    assert not launch_experts.takes_cuda(routed(routes=0, experts=0))
+
+
+def test_experts_tiles_stay_as_they_were(monkeypatch):
+    cases = [routed(**c) for c in (dict(), dict(slots=1, mixed=False), dict(rank=0), dict(rank=512), dict(routes=1000))]
+    chosen = [launch_experts.linear(p, transposed) for p in cases for transposed in (False, True)]
+    assert [c.cuda for c in chosen] == [True] * 8 + [False] * 2
+    assert all(c.rank_block in (16, 32, 64, 128) for c in chosen), "the pieces of r that the kernel has stages for"
+    assert not any(launch_experts.gate_up(p).cuda for p in cases), "which holds gate and up in one program"
+    monkeypatch.setattr(launch_experts, "takes_cuda", lambda p: False)
+    without = [launch_experts.linear(p, transposed) for p in cases for transposed in (False, True)]
+    assert [replace(c, cuda=False) for c in chosen] == without
+
+
+def test_h1_is_stored_where_its_product_is_csrcs(monkeypatch):
+    monkeypatch.setattr(common, "facts", lambda t: ("sm_90", 132))
+    to = SimpleNamespace(routes=1 << 15, experts=16, slots=2, adapters=None)
+    for dtype, wanted in ((BF16, True), (torch.float16, False), (torch.float32, False)):
+        x = torch.empty(8, 64, dtype=dtype)
+        for weight in (torch.empty(16, 2048, 64, dtype=dtype), torch.empty(16, 2, 1024, 64, dtype=dtype)):
+            assert expert_stages.h1_in_memory(x, weight, to) == wanted, dtype
+
+
+# --- the layouts ---
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(shape, dtype=dtype)
+
+
+def layouts(**changes) -> dict:
+    return dict(
+        x=empty(130, 2, 64), w=empty(3, 2, 24, 64), h=empty(2, 130, 2, 16, dtype=torch.float32), b=empty(4, 3, 2, 24, 16),
+        bias=empty(3, 2, 24), out=empty(130, 2, 24), sizes=None,
+    ) | changes  # fmt: skip
+
+
+TAKEN = [
+    dict(),
+    dict(h=None, b=None, bias=None),
+    dict(x=empty(130, 2, 80)[..., 8:72]),
+    dict(x=empty(2, 130, 64).transpose(0, 1)),
+    dict(x=empty(130, 1, 64)),
+    dict(x=empty(130, 1, 64).expand(130, 2, 64)),
+    dict(x=empty(1, 1, 65)[..., :64]),  # axes of size 1 have no stride that counts
+    dict(bias=empty(3, 2, 24, dtype=torch.float32)),
+    dict(out=empty(130, 2, 24, dtype=torch.float32)),
+    dict(out=empty(130, 1, 96), sizes=(8, 24, 0, 64), w=empty(1, 1, 96, 64), b=empty(4, 1, 1, 96, 16), bias=None),
+    dict(w=empty(3, 2, 64, 24).transpose(2, 3), b=empty(4, 3, 2, 16, 24).transpose(3, 4)),  # the gradient of x
+    dict(w=empty(3, 2, 32, 128)[:, :, 8:, 64:]),
+    dict(b=empty(1024, 1, 1, 24, 16)),
+    dict(w=empty(1024, 1, 24, 64), b=empty(4, 1, 1, 24, 16), bias=None),
+]
+LEFT = [
+    *[{name: layouts()[name].half()} for name in ("x", "w", "b", "out")],
+    dict(x=empty(130, 2, 64, dtype=torch.float32)),
+    dict(x=empty(130, 2, 80)[..., 1:65]),  # rows that start at 2 bytes
+    dict(x=empty(130, 2, 65)[..., :64]),
+    dict(x=empty(130, 64, 2).transpose(1, 2)),
+    dict(x=empty(130, 2, 60), w=empty(3, 2, 24, 60)),
+    dict(x=torch.empty_strided((130, 2, 64), (1 << 31, 64, 1), dtype=BF16, device="meta")),  # a row's place in 32 bits
+    dict(w=empty(3, 2, 24, 72)[..., 4:68]),
+    dict(w=empty(3, 2, 24, 65)[..., :64]),
+    dict(w=empty(3, 2, 24, 128)[..., ::2]),  # no unit stride, along D or N
+    dict(w=empty(3, 2, 48, 128)[:, :, ::2, ::2]),
+    dict(w=empty(3, 2, 64, 25)[..., :24].transpose(2, 3), h=None, b=None),
+    dict(w=empty(1, 2, 24, 64).expand(3, 2, 24, 64)),  # stride 0
+    dict(w=empty(3, 2, 1, 64).expand(3, 2, 24, 64)),
+    dict(w=empty(1025, 2, 24, 64), h=None, b=None, bias=None),  # experts
+    dict(b=empty(1025, 1, 1, 24, 16)),  # slots
+    dict(b=empty(4, 3, 2, 24, 12), h=empty(2, 130, 2, 12, dtype=torch.float32)),
+    dict(b=empty(4, 3, 2, 24, 20)[..., 2:18]),
+    dict(b=empty(4, 3, 2, 24, 20)[..., :16]),
+    dict(b=empty(4, 3, 2, 16, 24).transpose(3, 4)),  # W along D, B along N
+    dict(w=empty(3, 2, 64, 24).transpose(2, 3)),  # the other way round
+    dict(x=empty(1, 2, 65)[..., :64]),
+    dict(h=empty(2, 130, 2, 32, dtype=torch.float32)[..., :16]),
+    dict(bias=empty(3, 2, 48)[..., ::2]),
+    dict(out=empty(130, 2, 32)[..., 4:28]),
+    dict(out=empty(130, 2, 25)[..., :24]),
+    dict(out=empty(130, 2, 20), w=empty(3, 2, 20, 64), b=empty(4, 3, 2, 20, 16), bias=None),
+    dict(out=empty(130, 1, 24), sizes=(4, 20)),
+    dict(out=empty(130, 1, 72), sizes=(8,) * 9),
+]
+
+
+@pytest.mark.parametrize("change", TAKEN, ids=range(len(TAKEN)))
+def test_layouts_it_takes(change):
+    assert linear_cuda.fits(**layouts(**change))
+
+
+@pytest.mark.parametrize("change", LEFT, ids=range(len(LEFT)))
+def test_layouts_it_leaves_to_triton(change):
+    assert not linear_cuda.fits(**layouts(**change))
+
+
+# --- what the kernel is given ---
+
+
+class Maps:
+    """libcuda as far as tensor maps go. `calls`: what was asked; words: what a map holds behind its first word."""
+
+    def __init__(self, words=lambda address: range(1, 16), first=lambda address: address):
+        self.calls, self.words, self.first, self.code = [], words, first, 0
+
+    def cuTensorMapEncodeTiled(self, to, dtype, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
+        assert to % 64 == 0 and [type(v)._type_ for v in (sizes, strides, box, steps)] == [ctypes.c_uint64] * 2 + [ctypes.c_uint32] * 2
+        assert (dtype, interleave, swizzle, promotion, fill) == (9, 0, 3, 3, 0), "bf16, rows of 128 bytes swizzled, zeros outside"
+        assert len(sizes) == len(box) == rank and len(strides) == rank - 1 and list(steps) == [1] * rank
+        self.calls.append((address, list(sizes), list(strides), list(box)))
+        ctypes.memmove(to, struct.pack("@16Q", self.first(address), *self.words(address)), 128)
+        return self.code
+
+    def cuGetErrorString(self, code, out):
+        out._obj.value = b"made up"
+        return 0
+
+
+@pytest.fixture
+def maps(monkeypatch):
+    found = Maps()
+    monkeypatch.setattr(driver, "library", lambda: found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "w, along_n, sizes, strides, box",
+    [
+        (empty(3, 2, 24, 64), False, [64, 24, 2, 3], [128, 3072, 6144], [64, 128, 1, 1]),
+        (empty(3, 2, 32, 128)[:, :, 8:, 64:], False, [64, 24, 2, 3], [256, 8192, 16384], [64, 128, 1, 1]),
+        (empty(2, 3, 24, 64).transpose(0, 1), False, [64, 24, 2, 3], [128, 9216, 3072], [64, 128, 1, 1]),
+        (empty(3, 2, 64, 24).transpose(2, 3), True, [24, 64, 2, 3], [48, 3072, 6144], [64, 64, 1, 1]),
+        # an axis of size 1 has any stride, 1 and 0 too: that of the axis ahead stands in, which is a multiple of 16 bytes
+        (torch.empty_strided((1, 1, 24, 64), (0, 1, 64, 1), dtype=BF16), False, [64, 24, 1, 1], [128, 128, 128], [64, 128, 1, 1]),
+        (torch.empty_strided((3, 1, 1, 64), (4096, 1, 1, 1), dtype=BF16), False, [64, 1, 1, 3], [16, 16, 8192], [64, 128, 1, 1]),
+        (empty(1, 2, 64, 8).transpose(2, 3), True, [8, 64, 2, 1], [16, 1024, 1024], [64, 64, 1, 1]),
+    ],
+    ids=range(7),
+)
+def test_the_tensor_map_of_a_weight(maps, w, along_n, sizes, strides, box):
+    """Axes (d, n, group, expert), or (n, d, …): sizes in elements, strides in bytes."""
+    assert linear_cuda.transposed(w) == along_n
+    words = linear_cuda._map_of(w, along_n)
+    assert maps.calls == [(w.data_ptr(), sizes, strides, box)]
+    assert words == [w.data_ptr(), *range(1, 16)]
+
+
+def test_an_address_that_the_driver_refuses_is_an_error(maps):
+    maps.code = 1
+    with pytest.raises(RuntimeError, match=r"a tensor map: made up \(CUDA error 1\)"):
+        linear_cuda._map_of(empty(1, 1, 24, 64), False)
+
+
+def test_maps_are_used_where_they_follow_a_pointer(monkeypatch):
+    """A prepared call fills in a map's first word alone."""
+    for library, wanted in (
+        (Maps(), True),
+        (SimpleNamespace(), False),  # before CUDA 12
+        (Maps(words=lambda address: [address >> 31, *range(2, 16)]), False),
+        (Maps(first=lambda address: address | 1), False),
+    ):
+        monkeypatch.setattr(driver, "library", lambda library=library: library)
+        assert driver.has_tensor_maps.__wrapped__() == wanted
+
+
+class Params(ctypes.Structure):
+    """struct Params of csrc/linear.cu."""
+
+    _fields_ = [
+        *[(n, ctypes.c_uint64 * 16) for n in ("map", "x_map")],
+        *[(n, ctypes.c_void_p) for n in "x h b bias out ids plan ranks weights".split()],
+        *[(n, ctypes.c_int64) for n in "ids_stride x_g h_g b_l b_e b_g b_n c_e c_g o_t o_g weights_stride".split()],
+        *[(n, ctypes.c_uint32) for n in "x_t h_t rows slots features columns rank experts x_div h_div id_div groups".split()],
+        *[(n, ctypes.c_uint32) for n in "sum_groups h_groups rank_block mode tile_group flags slices".split()],
+        ("starts", ctypes.c_uint32 * 9),
+        ("unused", ctypes.c_uint32 * 10),
+    ]
+
+
+@pytest.fixture
+def launched(maps, monkeypatch):
+    """launched(**changes) → (the struct that a launch of `layouts` with them has, the function's name, the launch's keywords)."""
+    seen = []
+
+    def constant(name, what):
+        return {"available": 1, "shared_bytes": 200_000}[what]
+
+    def launch(function, grid, threads, layout, values, **kw):
+        seen.append((Params.from_buffer_copy(driver.pack(layout, values)[0]), function, dict(grid=grid, threads=threads, **kw)))
+
+    module = SimpleNamespace(constant=constant, function=lambda op, name, shared: (name, shared))
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: module)
+    monkeypatch.setattr(cuda, "launch", launch)
+    monkeypatch.setattr(driver, "has_tensor_maps", lambda: True)
+    monkeypatch.setattr(importlib.import_module("grouped_lora_ops.kernels.halves"), "launch", lambda *args: None)
+    defaults = dict(
+        x_div=1, h_div=1, ids=torch.zeros(130, dtype=torch.int32), id_div=1, plan=None, ranks=None, scalings=None, weights=None,
+        staged=False, sum_groups=1, h_groups=1, mode=linear_cuda.ROWS, rank_block=16, tile_group=8, programs=7, overlap=True,
+    )  # fmt: skip
+    order = "x x_div w h h_div b bias out ids id_div plan ranks scalings weights staged sizes sum_groups h_groups mode rank_block".split()
+
+    def run(**changes):
+        given = {**defaults, **layouts(), **changes}
+        values = [given[name] for name in (*order, "tile_group", "programs", "overlap")]
+        assert linear_cuda.product("linear", *values)
+        return seen[-1]
+
+    return run
+
+
+def test_the_struct_that_a_launch_has(launched, maps):
+    given = layouts(b=empty(4, 3, 2, 24, 16))
+    p, function, how = launched(**given)
+    assert function == ("linear_bf16", 200_000)
+    assert how == dict(grid=(7, 1, 1), threads=384, shared=200_000, pdl=True)
+    for name in ("x", "b", "bias", "out"):
+        assert getattr(p, name) == given[name].data_ptr(), name
+    assert p.map[0] == given["w"].data_ptr() and p.x_map[0] == given["x"].data_ptr() and list(p.map[1:]) == [*range(1, 16)]
+    assert maps.calls[1] == (given["x"].data_ptr(), [64, 130, 2, 1], [256, 128, 128], [64, 128, 1, 1])
+    assert p.h and (p.plan, p.ranks, p.weights) == (None, None, None)
+    assert (p.x_t, p.x_g, p.h_t, p.h_g) == (256, 64, 2 * 2 * 32, 32), "a row of h: its high parts, then its low ones"
+    assert (p.b_l, p.b_e, p.b_g, p.b_n, p.c_e, p.c_g, p.o_t, p.o_g) == (2304, 768, 384, 16, 48, 24, 48, 24)
+    assert (p.rows, p.slots, p.features, p.columns, p.rank, p.experts, p.groups) == (130, 4, 64, 24, 16, 3, 2)
+    assert p.flags == linear_cuda.OVERLAP | linear_cuda.IN_ORDER and p.slices == 0
+
+
+def test_flags_strides_and_slices(launched, maps):
+    ids = torch.zeros(260, dtype=torch.int64)[::2]
+    given = dict(bias=empty(3, 1, 24, dtype=torch.float32), out=empty(130, 1, 24, dtype=torch.float32), weights=torch.ones(130))
+    p, _, how = launched(x=empty(65, 1, 64), x_div=2, ids=ids, staged=True, overlap=False, sum_groups=2, **given)
+    F = linear_cuda
+    assert p.flags == F.IDS64 | F.BIAS32 | F.OUT32 | F.WEIGHTS32 | F.STAGED, "rows of x that several routes share are gathered"
+    assert (p.ids_stride, p.weights_stride, p.x_g, p.o_g, p.c_g, p.x_div, p.sum_groups) == (2, 1, 0, 0, 0, 2, 2)
+    assert len(maps.calls) == 1 and list(p.x_map) == [0] * 16 and not how["pdl"]
+    p, _, how = launched(h=None, b=None, ids=None)
+    assert p.flags == F.IN_ORDER and (p.h, p.b, p.ids, p.slots, p.rank) == (None, None, None, 0, 0) and not how["pdl"], "nothing ahead"
+    for mode in (F.SORTED, F.EXPERT):
+        assert launched(mode=mode, plan=torch.zeros(200, dtype=torch.int32))[0].flags == F.OVERLAP
+    assert launched(x=empty(1, 2, 64).expand(130, 2, 64))[0].flags == F.OVERLAP, "a map has no stride of 0"
+    p, function, _ = launched(w=empty(3, 2, 64, 24).transpose(2, 3), b=empty(4, 3, 2, 16, 24).transpose(3, 4))
+    assert function[0] == "linear_bf16_transposed" and p.b_n == 24, "that of r"
+    sliced = dict(out=empty(130, 1, 96), w=empty(1, 1, 96, 64), b=empty(4, 1, 1, 96, 16), bias=None)
+    p = launched(sizes=(8, 24, 0, 64), **sliced)[0]
+    assert p.slices == 4 and list(p.starts) == [0, 8, 32, 32, 96, 0, 0, 0, 0]
+
+
+def test_numbers_are_those_of_the_source():
+    text = (_builds.sources(cuda.PACKAGE) / "linear.cu").read_text()
+    found = {}
+    for line in re.findall(r"^static constexpr u32 (.*?);", text, re.MULTILINE):
+        for name, value in re.findall(r"(\w+) = ([^,]+)", line):
+            found[name] = eval(value, {}, found)  # numbers, sums and products
+    for name in "THREADS MAX_SLICES MAX_SLOTS MAX_EXPERTS ROWS EXPERT IDS64 BIAS32 STAGED WEIGHTS32 OVERLAP IN_ORDER OUT32".split():
+        assert found[name] == getattr(linear_cuda, name), name
+    assert (found["BM"], found["BK"]) == (linear_cuda.BOX_M, linear_cuda.BOX_K) and found["BN"] % linear_cuda.BOX_N == 0
+    assert f"sizeof(Params) == {ctypes.sizeof(Params)}" in text
+
+
+# --- where it cannot be had ---
+
+
+@pytest.mark.parametrize("missing", ["module", "available", "tensor maps"])
+def test_triton_takes_what_it_cannot(kernels, monkeypatch, missing):
+    """No cubin, another GPU's empty one, or a driver without tensor maps: the Triton kernel with the tiles that were chosen with it."""
+    product, tiles, answers = linear_cuda.product, launch_linear.tiles, []
+    module = SimpleNamespace(constant=lambda name, what: int(missing != "available"))
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: None if missing == "module" else module)
+    monkeypatch.setattr(driver, "has_tensor_maps", lambda: missing != "tensor maps")
+    monkeypatch.setattr(linear_cuda, "product", lambda *args: answers.append(product(*args)) or answers[-1])
+    monkeypatch.setattr(
+        launch_linear, "linear", lambda p, *how: replace(tiles(p, *how), cuda=CudaConfig(launch_linear.SORTED, 4, 8))
+    )
+    monkeypatch.setattr(launch_experts, "takes_cuda", lambda p: True)
+    monkeypatch.setattr(launch_experts, "ROUTE_LIMIT", 0)
+    c, weight, bias = case("wo_a", features=72, out=24, rank=8, ranks=True, device=kernels.device)
+    check(kernels, c, weight, bias)
+    c = linear_case(features=72, out=24, rank=8, ranks=True, weights=True, bias=True)
+    check_linear(c)
+    assert answers == [False, False]
+    check_linear(linear_case(torch.float16, features=72, out=24, rank=8))
+    check_linear(linear_case(features=70, out=24, rank=8))
+    assert len(answers) == 2, "fp16 and rows of 140 bytes: it is not asked"
+
+
+# --- scaling · h in two parts ---
+
+
+@pytest.mark.parametrize(
+    "chunks, rows, groups, rank, div, slots, id_dtype",
+    [(1, 5, 1, 16, 1, 1, None), (3, 40, 2, 24, 1, 4, torch.int64), (2, 300, 1, 8, 3, 3, torch.int32), (5, 33, 3, 200, 2, 2, torch.int64)],
+)
+def test_h_in_two_parts(kernels, chunks, rows, groups, rank, div, slots, id_dtype):
+    """high = bf16(s · Σ h), low = bf16(s · Σ h − high); rows without an adapter are not read and not written."""
+    from grouped_lora_ops.kernels.halves import halves
+
+    g = torch.Generator().manual_seed(rank)
+    h = torch.randn(chunks, rows, groups, rank, generator=g)
+    h[0, 0, 0, :3] = torch.tensor([float("inf"), -0.0, 2.0**-140])
+    h[1:, 0, 0, :3] = 0.0
+    slot = torch.zeros(rows, dtype=torch.int64)
+    ids = None
+    if id_dtype is not None:
+        tokens = -(-rows // div)
+        every = torch.randint(-1, slots + 1, (2 * tokens,), generator=g)  # as it happens, a slot that is none, too
+        every[0] = slots - 1
+        ids = every.to(kernels.device, id_dtype)[::2]
+        slot = every[::2].repeat_interleave(div)[:rows]
+    live = (slot >= 0) & (slot < slots)
+    h[:, ~live] = NAN
+    for scalings in (None, torch.rand(slots, generator=g) + 0.5):
+        out = torch.full((rows, groups, 2, rank), 7.0, dtype=BF16, device=kernels.device)
+        moved = None if scalings is None else scalings.to(kernels.device)
+        halves("linear", h.to(kernels.device), out, ids, div, moved, slots, False)
+        v = h[0].clone()
+        for c in range(1, chunks):
+            v += h[c]
+        if scalings is not None:
+            v *= scalings[slot.clamp(0, slots - 1)][:, None, None]
+        high = v.bfloat16()
+        low = torch.where(high.float() == v, 0.0, v - high.float()).bfloat16()
+        want = torch.where(live[:, None, None, None], torch.stack((high, low), 2), 7.0).to(BF16)
+        assert_equal(out.cpu(), want, f"scalings {scalings}")
+        assert (low[live] != 0).any() and live.any() and (id_dtype is None or not live.all())
