@@ -2,6 +2,7 @@
 //
 // What tile.cuh wraps is done here by hand. Stores to other blocks arrive late and in any order; shared memory is as long
 // as the launch says, starts as garbage and has forbidden pages behind it. Stands in for tile.cuh; one cluster is a grid.
+// hopper_on_cpu.h adds what csrc/hopper.cuh has.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
@@ -27,7 +29,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define threadIdx (::cpu::now->index)
 #define blockIdx (::cpu::now->block->index)
 
@@ -40,6 +42,7 @@ struct Gate {  // a barrier of a fixed number of threads
 struct Barrier { i64 pending, count, bytes; u32 phase; };
 struct Block {
     Index index;
+    u32 place, shared;  // among the blocks that run; bytes of shared memory
     u8 *memory, *pages;
     Gate gate;
     std::map<u32, Barrier> barriers;
@@ -50,31 +53,51 @@ struct Thread {
     Index index;
     Block *block;
     Warp *warp;
-    ucontext_t context;
+    ucontext_t context;  // to start it; then `at` is where it stands
+    jmp_buf at;
+    bool (*ready)(const void *) = nullptr;  // what it waits for
+    const void *waits_for = nullptr;
     u32 cluster_target = 0;
-    bool done = false;
+    bool started = false, done = false;
 };
 struct Send { u32 to, barrier; u8 data[16]; u32 bytes; };
 
 inline Thread *now;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
+inline Index grid;
+inline std::vector<std::unique_ptr<Thread>> threads;
+inline std::vector<std::unique_ptr<Warp>> warps;
+inline u32 shared_start;                      // the address of the first byte of shared memory
+inline std::function<bool(Thread *)> pauses;  // whether a thread that could run does not run this time
+inline std::function<bool()> units;           // what works beside the threads; whether anything is left to do
+inline std::function<void()> producer;        // ends, for a thread that waits for it
+inline char failure[200];
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<Send> sends;
 inline Gate cluster;
 inline std::mt19937 chance;
 
+// Ends the run, from a thread or beside them.
 [[noreturn]] inline void fail(const char *what) {
-    fprintf(stderr, "cuda_on_cpu: %s (block %u, thread %u)\n", what, now ? now->block->index.x : 0, now ? now->index.x : 0);
-    abort();
+    snprintf(failure, sizeof failure, "%s (block %u, thread %u)", what, blocks.empty() ? 0 : blocks[0]->index.x, now ? now->index.x : 0);
+    _longjmp(scheduler, 2);
 }
-inline void yield() { swapcontext(&now->context, &scheduler); }
+inline void yield() {
+    if (!_setjmp(now->at)) _longjmp(scheduler, 1);
+}
+// What blocks here is not run, and so costs nothing, until `ready()`.
+template <class Ready> inline void until(Ready ready) {
+    if (ready()) return;
+    now->ready = [](const void *r) { return (*(const Ready *)r)(); }, now->waits_for = &ready;
+    yield();
+}
 inline u32 arrive(Gate &g) {  // returns the generation after which all have arrived
     const u32 mine = g.generation + 1;
     if (++g.waiting == g.size) g.waiting = 0, g.generation = mine;
     return mine;
 }
 inline void await(Gate &g, u32 generation) {
-    while ((int)(g.generation - generation) < 0) yield();
+    until([&g, generation] { return (int)(g.generation - generation) >= 0; });
 }
 inline u64 exchange(u64 value, u32 from, u64 *all = nullptr) {
     Warp &w = *now->warp;
@@ -85,7 +108,13 @@ inline u64 exchange(u64 value, u32 from, u64 *all = nullptr) {
     await(w.gate, arrive(w.gate));
     return got;
 }
-inline u8 *at(u32 address) { return blocks.at(address >> 20)->memory + (address & (MOST_SHARED - 1)); }
+inline u8 *at(u32 address, u32 bytes = 1) {
+    if (address >> 20 >= blocks.size()) fail("an address of no block");
+    const Block &b = *blocks[address >> 20];
+    const u32 place = (address & (MOST_SHARED - 1)) - shared_start;
+    if (place >= b.shared || b.shared - place < bytes) fail("an address outside shared memory");
+    return b.memory + place;
+}
 inline Barrier &barrier(u32 address) {
     auto &all = blocks.at(address >> 20)->barriers;
     const auto found = all.find(address);
@@ -93,57 +122,82 @@ inline Barrier &barrier(u32 address) {
     return found->second;
 }
 inline void settle(Barrier &b) {
+    if (b.pending < 0) fail("more arrivals at a barrier than its phase expects");
     if (b.pending == 0 && b.bytes == 0) b.pending = b.count, ++b.phase;
 }
 inline void deliver(size_t i) {
     const Send s = sends[i];
     sends[i] = sends.back(), sends.pop_back();
     if (!blocks.at(s.to >> 20)->running) fail("a store to a block that has ended");
-    memcpy(at(s.to), s.data, s.bytes);
+    memcpy(at(s.to, s.bytes), s.data, s.bytes);
     Barrier &b = barrier(s.barrier);
     b.bytes -= s.bytes;
     settle(b);
 }
 
-// `threads` threads in each of `count` blocks with `shared` bytes of shared memory run `body`.
-inline void run(u32 count, u32 threads, u32 shared, u32 seed, std::function<void()> body) {
+inline void resume(Thread *t) {
+    now = t;
+    const int came = _setjmp(scheduler);
+    if (came == 0) {
+        if (t->started) _longjmp(t->at, 1);
+        t->started = true;
+        setcontext(&t->context);
+    }
+    now = nullptr;
+}
+
+inline void rounds(u32 seed) {
+    std::vector<Thread *> order;
+    for (auto &t : threads) order.push_back(t.get());
+    while (!order.empty() && !*failure) {
+        if (seed) std::shuffle(order.begin(), order.end(), chance);
+        bool alive = !sends.empty();
+        for (Thread *t : order) {
+            if (t->ready && !t->ready(t->waits_for)) continue;
+            alive = true;
+            if (pauses && pauses(t)) continue;
+            t->ready = nullptr;
+            resume(t);
+            if (*failure) return;
+        }
+        if (_setjmp(scheduler)) return;  // a failure beside the threads
+        for (size_t n = sends.size(); n > 0; --n)
+            if (chance() % 4 || n == 1) deliver(chance() % sends.size());
+        if (units && units()) alive = true;
+        order.erase(std::remove_if(order.begin(), order.end(), [](Thread *t) { return t->done; }), order.end());
+        if (!alive) fail("the threads wait for each other");
+    }
+}
+
+// `count` blocks from number `first` on, of `size` threads with `shared` bytes of shared memory, run `body`. Returns what went wrong.
+inline const char *attempt(u32 first, u32 count, u32 size, u32 shared, u32 seed, std::function<void()> body) {
     static std::function<void()> job;
-    job = body, chance.seed(seed), sends.clear(), blocks.clear();
-    cluster = {count * threads};
-    std::vector<std::unique_ptr<Thread>> all;
-    std::vector<std::unique_ptr<Warp>> warps;
-    const size_t stacks = (size_t)count * threads * STACK;
+    job = body, chance.seed(seed), sends.clear(), blocks.clear(), threads.clear(), warps.clear(), *failure = 0;
+    cluster = {count * size};
+    const size_t stacks = (size_t)count * size * STACK, length = (shared + PAGE - 1) / PAGE * PAGE;
     u8 *stack = (u8 *)mmap(nullptr, stacks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     for (u32 b = 0; b < count; ++b) {
-        const size_t length = (shared + PAGE - 1) / PAGE * PAGE;
         u8 *pages = (u8 *)mmap(nullptr, length + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         mprotect(pages + length, PAGE, PROT_NONE);
         memset(pages, 0xcd, length);
-        blocks.emplace_back(new Block{{b}, pages + length - (shared + 15) / 16 * 16, pages, {threads}, {}, threads});
-        for (u32 t = 0; t < threads; ++t) {
+        blocks.emplace_back(new Block{{first + b}, b, shared, pages + length - (shared + 15) / 16 * 16, pages, {size}, {}, size});
+        for (u32 t = 0; t < size; ++t) {
             if (t % 32 == 0) warps.emplace_back(new Warp{{32}, {}});
-            all.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), {}});
-            ucontext_t &c = all.back()->context;
+            threads.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), {}});
+            ucontext_t &c = threads.back()->context;
             getcontext(&c);
-            c.uc_stack.ss_sp = stack + ((size_t)b * threads + t) * STACK, c.uc_stack.ss_size = STACK, c.uc_link = &scheduler;
-            makecontext(&c, (void (*)())+[] { job(), now->done = true, --now->block->running; }, 0);
+            c.uc_stack.ss_sp = stack + ((size_t)b * size + t) * STACK, c.uc_stack.ss_size = STACK, c.uc_link = nullptr;
+            makecontext(&c, (void (*)())+[] { job(), now->done = true, --now->block->running, _longjmp(scheduler, 1); }, 0);
         }
     }
-    std::vector<Thread *> order;
-    for (auto &t : all) order.push_back(t.get());
-    for (u64 idle = 0; !order.empty();) {
-        if (seed) std::shuffle(order.begin(), order.end(), chance);
-        const size_t before = order.size() + sends.size();
-        for (Thread *t : order) now = t, swapcontext(&scheduler, &t->context);
-        now = nullptr;
-        for (size_t n = sends.size(); n > 0; --n)
-            if (chance() % 4 || n == 1) deliver(chance() % sends.size());
-        order.erase(std::remove_if(order.begin(), order.end(), [](Thread *t) { return t->done; }), order.end());
-        idle = order.size() + sends.size() == before ? idle + 1 : 0;
-        if (idle > 20000) fail("the threads wait for each other");
-    }
-    for (auto &b : blocks) munmap(b->pages, (shared + PAGE - 1) / PAGE * PAGE + PAGE);
+    rounds(seed);
+    for (auto &b : blocks) munmap(b->pages, length + PAGE);
     munmap(stack, stacks);
+    return *failure ? failure : nullptr;
+}
+inline void run(u32 count, u32 size, u32 shared, u32 seed, std::function<void()> body) {
+    const char *wrong = attempt(0, count, size, shared, seed, body);
+    if (wrong) fprintf(stderr, "cuda_on_cpu: %s\n", wrong), abort();
 }
 }  // namespace cpu
 
@@ -165,7 +219,9 @@ template <class V> V __shfl_up_sync(u32, V value, u32 by) {
     const u32 lane = threadIdx.x % 32;
     return cpu::exchange(value, lane >= by ? lane - by : lane);
 }
-inline u32 shared_address(const void *p) { return cpu::now->block->index.x << 20 | (u32)((const u8 *)p - cpu::now->block->memory); }
+inline u32 shared_address(const void *p) {
+    return cpu::now->block->place << 20 | (cpu::shared_start + (u32)((const u8 *)p - cpu::now->block->memory));
+}
 inline u32 remote(u32 address, u32 rank) { return (address & (cpu::MOST_SHARED - 1)) | rank << 20; }
 inline void cluster_arrive() { cpu::now->cluster_target = cpu::arrive(cpu::cluster); }
 inline void cluster_wait() { cpu::await(cpu::cluster, cpu::now->cluster_target); }
@@ -177,7 +233,8 @@ inline void barrier_expect(u32 barrier, u32 bytes) {
     cpu::settle(b);
 }
 inline void barrier_wait(u32 barrier, u32 phase) {
-    while (cpu::barrier(barrier).phase % 2 == phase) cpu::yield();
+    const cpu::Barrier &b = cpu::barrier(barrier);
+    cpu::until([&b, phase] { return b.phase % 2 != phase; });
 }
 inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
     if (to % bytes) cpu::fail("a store that is not aligned");
@@ -186,5 +243,7 @@ inline void send(u32 to, const void *data, u32 bytes, u32 barrier) {
     cpu::sends.push_back(s);
 }
 inline void send16(u32 to, float4 v, u32 barrier) { send(to, &v, 16, barrier); }
-inline void wait_for_producer() {}
+inline void wait_for_producer() {
+    if (cpu::producer) cpu::producer();
+}
 inline void let_consumer_start() {}
