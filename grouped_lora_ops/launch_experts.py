@@ -127,6 +127,7 @@ class ExpertLinearConfig:
     n_first: bool  # neighbouring programs share a tile of routes (x comes from the cache), not a block of W
     block_e: int  # EXPERT: experts and the masked routes, padded
     slot_stages: int  # EXPERT: pipeline depth of the loop over a tile's adapters
+    together: int  # EXPERT: adapters of a product of h with their B's
     prefetch: bool  # EXPERT: B is called into the L2 before the base
     precision: str
     num_warps: int
@@ -357,6 +358,7 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
         n_first=True,
         block_e=max(16, power_of_2(p.experts + 1)) if mode == EXPERT else 16,
         slot_stages=2 if p.itemsize == 2 and p.rank <= 64 else 1,  # one more spills
+        together=1,
         prefetch=mode == EXPERT and 0 < p.rank * p.itemsize <= 128 and (p.itemsize == 2 or block_m <= 32),
         precision=precision(p.itemsize),
         num_warps=4,

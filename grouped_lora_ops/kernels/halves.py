@@ -9,13 +9,15 @@ from .mixed import slot_of_rows
 from .tile import launch, scaled, split
 
 
-@triton.jit(do_not_specialize=("ROWS", "G", "R", "L", "id_div", "ids_stride", "h_c"),
+@triton.jit(do_not_specialize=("ROWS", "G", "R_8", "L", "id_div", "ids_stride", "h_c"),
             do_not_specialize_on_alignment=("ids", "scalings"))  # fmt: skip
 def halves_kernel(
-    h, out, ids, scalings, ROWS: "i32", G: "i32", R: "i32", L: "i32", id_div: "i32", ids_stride: "i64", h_c: "i64",
+    h, out, ids, scalings, ROWS: "i32", G: "i32", R_8: "i32", L: "i32", id_div: "i32", ids_stride: "i64", h_c: "i64",
     CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h's axes (chunk, row, r), out's (row, half, r), dense. The sums, the product and the split are those of `mixed_rows`."""
+    """h's axes (chunk, row, r), out's (row, half, r), dense, r of 8 · R_8. The sums, the product and the split are those of
+    `mixed_rows`."""
+    R = R_8 * 8
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -28,7 +30,7 @@ def halves_kernel(
     at = rows.to(tl.int64)[:, None] * R + r[None, :]
     v = tl.load(h + at, mask=mask, other=0.0)
     for c in tl.static_range(1, CHUNKS):
-        v += tl.load(h + c * h_c + at, mask=mask, other=0.0)
+        v += tl.load(h + c * (h_c * 8) + at, mask=mask, other=0.0)
     if scalings is not None:
         v = scaled(v, tl.load(scalings + slot, mask=live, other=0.0)[:, None])
     high, low, _ = split(v, tl.bfloat16)
@@ -39,7 +41,7 @@ def halves_kernel(
 
 def halves(
     name: str,
-    h: Tensor,  # [chunks, M, G, r] float32, dense
+    h: Tensor,  # [chunks, M, G, r] float32, dense, r a multiple of 8
     out: Tensor,  # [M, G, 2, r] bf16, dense
     ids: Tensor | None,  # adapters of the tokens; None: slot 0
     id_div: int,  # rows of a token
@@ -53,6 +55,6 @@ def halves(
     block_m = max(1, 2048 // width)
     launch(
         name, halves_kernel, (cdiv(rows * groups, block_m), 1, 1),
-        (h, out, ids, scalings, rows * groups, groups, rank, slots, id_div, 0 if ids is None else ids.stride(0), h.stride(0)),
+        (h, out, ids, scalings, rows * groups, groups, rank // 8, slots, id_div, 0 if ids is None else ids.stride(0), h.stride(0) // 8),
         (chunks, block_m, width, pdl), 4, 1, pdl,
     )  # fmt: skip
