@@ -538,7 +538,7 @@ LEFT = [
     dict(x=empty(130, 2, 80)[..., 1:65]),  # rows that start at 2 bytes
     dict(x=empty(130, 2, 65)[..., :64]),
     dict(x=empty(130, 64, 2).transpose(1, 2)),
-    dict(x=empty(130, 2, 60), w=empty(3, 2, 24, 60)),
+    dict(x=empty(130, 2, 64)[..., :60], w=empty(3, 2, 24, 64)[..., :60]),
     dict(x=torch.empty_strided((130, 2, 64), (1 << 31, 64, 1), dtype=BF16, device="meta")),  # a row's place in 32 bits
     dict(w=empty(3, 2, 24, 72)[..., 4:68]),
     dict(w=empty(3, 2, 24, 65)[..., :64]),
@@ -549,7 +549,7 @@ LEFT = [
     dict(w=empty(3, 2, 1, 64).expand(3, 2, 24, 64)),
     dict(w=empty(1025, 2, 24, 64), h=None, b=None, bias=None),  # experts
     dict(b=empty(1025, 1, 1, 24, 16)),  # slots
-    dict(b=empty(4, 3, 2, 24, 12), h=empty(2, 130, 2, 12, dtype=torch.float32)),
+    dict(b=empty(4, 3, 2, 24, 16)[..., :12], h=empty(2, 130, 2, 12, dtype=torch.float32)),
     dict(b=empty(4, 3, 2, 24, 20)[..., 2:18]),
     dict(b=empty(4, 3, 2, 24, 20)[..., :16]),
     dict(b=empty(4, 3, 2, 16, 24).transpose(3, 4)),  # W along D, B along N
@@ -638,7 +638,8 @@ def test_maps_are_used_where_they_follow_a_pointer(monkeypatch):
         (Maps(), True),
         (SimpleNamespace(), False),  # before CUDA 12
         (Maps(words=lambda address: [address >> 31, *range(2, 16)]), False),
-        (Maps(first=lambda address: address | 1), False),
+        (Maps(first=lambda address: address | 1 << 31), False),  # right for the second address alone
+        (Maps(first=lambda address: address & ~(1 << 31)), False),
     ):
         monkeypatch.setattr(driver, "library", lambda library=library: library)
         assert driver.has_tensor_maps.__wrapped__() == wanted
