@@ -48,6 +48,8 @@ def fits(
     widths = (out.shape[2],) if sizes is None else sizes
     if len(widths) > MAX_SLICES or any(width % 8 for width in widths) or x.shape[2] % 8 or w.shape[0] > MAX_EXPERTS:
         return False
+    if x.shape[2] == 0:  # a tensor map has no axis of size 0
+        return False
     if not (_vectors(x, 2) and _vectors(out, 2) and _vectors(w, 2 if along_n else 3)) or 0 in w.stride():
         return False
     if x.stride(0) * 2 >= 1 << 32 or not (bias is None or bias.stride(2) == 1 or bias.shape[2] == 1):
