@@ -73,7 +73,8 @@ def _linear(family: str, **shape) -> list[LinearWorkload]:
     return [
         LinearWorkload(f"{family}-r{rank}-S8-T{tokens}", tokens, rank=rank, slots=8, D=4096, **shape)
         for rank in (16, 64)
-        for tokens in (1, 8, 64, 1024, 8192)
+        for tokens in (1, 8, 64, 256, 512, 1024, 8192)
+        if rank == 16 or tokens not in (256, 512)
     ]
 
 

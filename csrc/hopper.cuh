@@ -43,6 +43,13 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[1
                  : F16(0), F16(16), F16(32), F16(48), F16(64), F16(80), F16(96), F16(112)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
+// … and by half as many columns.
+template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[64], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " D8(1) D8(2) D8(3) D8(4) D8(5)
+                     "%60, %61, %62, %63}, %64, %65, 1, 1, 1, 0, %66;"
+                 : F16(0), F16(16), F16(32), F16(48)
+                 : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
+}
 #undef F16
 #undef F4
 #undef D8
@@ -50,10 +57,10 @@ __device__ __forceinline__ void multiplies_begin() { asm volatile("wgmma.fence.s
 __device__ __forceinline__ void multiplies_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void multiplies_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 // Nothing reads d ahead of this.
-__device__ __forceinline__ void multiplied(float (&d)[128]) {
+template <u32 COUNT> __device__ __forceinline__ void multiplied(float (&d)[COUNT]) {
     multiplies_wait<0>();
 #pragma unroll
-    for (u32 i = 0; i < 128; ++i) asm volatile("" : "+f"(d[i])::"memory");
+    for (u32 i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Registers of a thread, for the four warps that call it.

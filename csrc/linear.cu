@@ -1,6 +1,7 @@
 // y = x Wᵀ + scaling · h Bᵀ + bias for many rows, in one accumulator: TMA, wgmma, one persistent block a multiprocessor.
 //
-// A tile is 128 rows × 256 columns of y, a stage of the ring 64 columns of D. Warps have parts to play:
+// A tile is 128 rows × 256 columns of y (128 where those make too few tiles), a stage of the ring 64 columns of D. Warps have parts
+// to play:
 //   1 fetches W by TMA, and x too where a tile's rows follow one another.
 //   2 gather x's rows by cp.async from wherever they lie else (a plan's order, an expert's routes: no permuted copy of x
 //     exists), and LoRA: more stages of the same kind behind D's last column, for each adapter that occurs in the tile. x's
@@ -21,9 +22,9 @@ extern "C" __device__ const int available = 1;
 extern "C" __device__ const int available = 0; // no wgmma: the kernels below are empty
 #endif
 
-static constexpr u32 BM = 128, BN = 256, BK = 64, STAGES = 4;
+static constexpr u32 BM = 128, BK = 64;
 static constexpr u32 MULTIPLY = 256, GATHER = 64, FETCH = 32, FIND = 32, THREADS = MULTIPLY + GATHER + FETCH + FIND;
-static constexpr u32 X_BYTES = BM * BK * 2, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES;
+static constexpr u32 X_BYTES = BM * BK * 2;
 static constexpr u32 LAG = 2; // stages whose copies may be under way beside the newest
 static constexpr u32 MAX_SLICES = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 1024;
 static constexpr u32 ROWS = 0, EXPERT = 2; // modes, as in ops/linear_cuda.py (1: the plan's order)
@@ -66,7 +67,8 @@ struct Info { // of a tile
     u32 mixed;              // its rows do not all have one adapter
 };
 
-struct Shared {
+template <u32 BLOCK_N> struct Shared {
+    static constexpr u32 BN = BLOCK_N, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES, STAGES = BN == 256 ? 4 : 6;
     __align__(1024) u8 stages[STAGES][STAGE];
     Info info[2];
     u32 mask[MAX_SLOTS / 32];     // slots that occur in a tile
@@ -74,7 +76,8 @@ struct Shared {
     int tiles[MAX_EXPERTS + 1];   // … last tile + 1
     u64 full[STAGES], empty[STAGES], told[2], heard[2];
 };
-extern "C" __device__ const int shared_bytes = sizeof(Shared) + 1024;
+extern "C" __device__ const int shared_bytes = sizeof(Shared<256>) + 1024;
+extern "C" __device__ const int shared_bytes_narrow = sizeof(Shared<128>) + 1024;
 
 // --- tiles ---
 
@@ -85,14 +88,14 @@ struct Tile {
     u32 group, w_group;
 };
 
-__device__ __forceinline__ u32 column_blocks(const Params &p) {
+template <u32 BN> __device__ __forceinline__ u32 column_blocks(const Params &p) {
     if (!p.slices) return p.groups * ((p.columns + BN - 1) / BN);
     u32 blocks = 0;
     for (u32 i = 0; i < p.slices; ++i) blocks += (p.starts[i + 1] - p.starts[i] + BN - 1) / BN;
     return blocks;
 }
 
-__device__ __forceinline__ Tile tile_of(const Params &p, const Shared &s, u32 index, u32 row_tiles, u32 blocks) {
+template <u32 BN> __device__ __forceinline__ Tile tile_of(const Params &p, const Shared<BN> &s, u32 index, u32 row_tiles, u32 blocks) {
     Tile t;
     const u32 turn = index / (p.tile_group * blocks), place = index % (p.tile_group * blocks);
     const u32 height = min(row_tiles - turn * p.tile_group, p.tile_group);
@@ -153,7 +156,7 @@ __device__ __forceinline__ u32 finite2(u32 v) { // Inf and NaN are zeros
 
 // --- finding ---
 
-__device__ __forceinline__ void find(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+template <u32 BN> __device__ __forceinline__ void find(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     const u32 lane = threadIdx.x % 32;
     for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
         const Tile t = tile_of(p, s, index, row_tiles, blocks);
@@ -203,7 +206,8 @@ __device__ __forceinline__ void find(const Params &p, Shared &s, u32 row_tiles, 
 
 // --- fetching ---
 
-template <bool TRANSPOSED> __device__ __forceinline__ void fetch(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
+    static constexpr u32 STAGES = Shared<BN>::STAGES;
     if (threadIdx.x % 32) return;
     const bool in_order = p.flags & IN_ORDER; // a tile's rows of x are one box
     u32 number = 0;                           // stages since the kernel began
@@ -214,7 +218,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void fetch(const Params &p
             for (u32 k = 0; k < p.features; k += BK, ++number) {
                 const u32 stage = number % STAGES, at = shared_address(s.stages[stage]);
                 wait(s.empty[stage], (number / STAGES & 1) ^ 1);
-                barrier_expect(shared_address(&s.full[stage]), in_order ? STAGE : W_BYTES);
+                barrier_expect(shared_address(&s.full[stage]), in_order ? Shared<BN>::STAGE : Shared<BN>::W_BYTES);
                 if constexpr (TRANSPOSED) {
 #pragma unroll
                     for (u32 c = 0; c < BN / 64; ++c)
@@ -239,7 +243,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void fetch(const Params &p
 static constexpr u32 EACH = GATHER / 8, PASSES = BM / EACH; // 8 threads a row of x: so many rows at once, so many times
 
 // A stage of LoRA, number `step` of those of one adapter. WIDTH columns of h: high and low side by side, or (64) one of them.
-template <bool TRANSPOSED, u32 WIDTH>
+template <bool TRANSPOSED, u32 BN, u32 WIDTH>
 __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const Info &info, u32 at, u32 slot, u32 step, u32 thread) {
     static constexpr bool SHARES = WIDTH <= 32;
     static constexpr u32 CHUNKS = WIDTH / 8;
@@ -282,33 +286,34 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
 // The gatherers' place in the ring. Copies are waited for LAG stages after they began, by who began them. No fence between proxies
 // stands behind them: it waits for the newer copies as well, and what cp.async wrote behind a barrier wgmma reads without
 // (CUTLASS's sm90_mma_multistage_gmma_ss_warpspecialized does so).
-struct Ring {
+template <class S> struct Ring {
+    static constexpr u32 STAGES = S::STAGES;
     u32 issued = 0, signalled = 0; // stages since the kernel began
 
-    __device__ __forceinline__ u32 next(Shared &s) const {
+    __device__ __forceinline__ u32 next(S &s) const {
         wait(s.empty[issued % STAGES], (issued / STAGES & 1) ^ 1);
         return issued % STAGES;
     }
-    __device__ __forceinline__ void signal(Shared &s) { arrive(s.full[signalled++ % STAGES]); }
-    __device__ __forceinline__ void copying(Shared &s) {
+    __device__ __forceinline__ void signal(S &s) { arrive(s.full[signalled++ % STAGES]); }
+    __device__ __forceinline__ void copying(S &s) {
         copies_commit();
         if (++issued - signalled > LAG) {
             copies_wait<LAG>();
             signal(s);
         }
     }
-    __device__ __forceinline__ void finish(Shared &s) {
+    __device__ __forceinline__ void finish(S &s) {
         if (issued == signalled) return;
         copies_wait<0>();
         while (issued != signalled) signal(s);
     }
 };
 
-template <bool TRANSPOSED> __device__ __forceinline__ void gather(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     const u32 thread = threadIdx.x % GATHER, chunk = thread % 8, lead = thread / 8;
     const bool in_order = p.flags & IN_ORDER;
     const u32 tail = p.features % BK; // columns of the last stage, if it is not whole
-    Ring ring;
+    Ring<Shared<BN>> ring;
     bool waited = !(p.flags & OVERLAP);
     for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
         const Tile t = tile_of(p, s, index, row_tiles, blocks);
@@ -354,9 +359,9 @@ template <bool TRANSPOSED> __device__ __forceinline__ void gather(const Params &
         for (u32 i = 0; i < info.steps; ++i) {
             while (info.ends[adapter] <= i) before = info.ends[adapter++];
             const u32 slot = info.list[adapter], stage = ring.next(s), at = shared_address(s.stages[stage]);
-            if (p.rank_block == 16) load_lora<TRANSPOSED, 16>(p, t, info, at, slot, i - before, thread);
-            else if (p.rank_block == 32) load_lora<TRANSPOSED, 32>(p, t, info, at, slot, i - before, thread);
-            else load_lora<TRANSPOSED, 64>(p, t, info, at, slot, i - before, thread);
+            if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread);
+            else if (p.rank_block == 32) load_lora<TRANSPOSED, BN, 32>(p, t, info, at, slot, i - before, thread);
+            else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
             if (thread == 0) arrive(s.full[stage]); // in place of W's bytes
             ring.copying(s);
         }
@@ -370,12 +375,12 @@ template <bool TRANSPOSED> __device__ __forceinline__ void gather(const Params &
 // --- multiplying ---
 
 // Takes Inf and NaN out of B as it lies in a stage, `width` columns of h; all multiplying threads meet here. Whether there was any.
-template <bool TRANSPOSED> __device__ __forceinline__ bool take_nonfinite(u32 at, u32 width) {
+template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ bool take_nonfinite(u32 at, u32 width) {
     bool found = false;
-    for (u32 i = 0; i < width / 8; ++i) {
-        // a row of B and a chunk of it, or (transposed) 32 chunks of each of its columns
-        const u32 chunk = i * MULTIPLY + threadIdx.x, row = TRANSPOSED ? chunk / 32 : threadIdx.x;
-        const u32 from = TRANSPOSED ? at + chunk % 32 / 8 * (64 * 128) + row * 128 + chunk % 8 * 16 : at + row * 128 + ((i ^ row) % 8) * 16;
+    for (u32 i = threadIdx.x; i < BN * width / 8; i += MULTIPLY) {
+        // a chunk of a row of B, or (transposed) of one of its columns
+        const u32 row = TRANSPOSED ? i / (BN / 8) : i % BN, chunk = TRANSPOSED ? i % (BN / 8) : i / BN;
+        const u32 from = at + (TRANSPOSED ? chunk / 8 * (64 * 128) : 0) + row * 128 + ((chunk ^ row) % 8) * 16;
         const uint4 v = load16(from), finite = make_uint4(finite2(v.x), finite2(v.y), finite2(v.z), finite2(v.w));
         if (v.x != finite.x || v.y != finite.y || v.z != finite.z || v.w != finite.w) found = true, store16(from, finite);
     }
@@ -403,16 +408,17 @@ __device__ __forceinline__ float bias_at(const Params &p, i64 at) {
     return p.flags & BIAS32 ? ((const float *)p.bias)[at] : bf16::widen(((const u16 *)p.bias)[at]);
 }
 
-template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(const Params &p, Shared &s, u32 row_tiles, u32 blocks) {
+template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
+    static constexpr u32 STAGES = Shared<BN>::STAGES;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
     u32 used = 0; // stages since the kernel began
     for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
         const Tile t = tile_of(p, s, index, row_tiles, blocks);
         const Info &info = s.info[turn & 1];
         const bool masked = t.expert >= p.experts;
-        float d[128];
+        float d[BN / 2];
 #pragma unroll
-        for (u32 i = 0; i < 128; ++i) d[i] = 0.0f;
+        for (u32 i = 0; i < BN / 2; ++i) d[i] = 0.0f;
         const bool idle = t.first + 64 * upper >= t.end; // none of this half's rows is there
         auto take = [&] {
             wait(s.full[used % STAGES], used / STAGES & 1);
@@ -437,7 +443,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
             wait(s.told[turn & 1], turn >> 1 & 1);
             for (u32 i = 0; i < info.steps; ++i) {
                 const u32 at = take();
-                if (info.mixed) take_nonfinite<TRANSPOSED>(at + X_BYTES, width);
+                if (info.mixed) take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width);
                 unread();
             }
         } else {
@@ -457,7 +463,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
 #pragma unroll 1
             for (u32 i = 0; i < more; ++i) {
                 const u32 at = take();
-                if (info.mixed) nonfinite |= take_nonfinite<TRANSPOSED>(at + X_BYTES, width);
+                if (info.mixed) nonfinite |= take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width);
                 const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(at + X_BYTES) : k_major(at + X_BYTES);
                 multiplies_begin();
 #pragma unroll
@@ -477,7 +483,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
         if (lane == 0) arrive(s.heard[turn & 1]);
         if (nonfinite) {
 #pragma unroll
-            for (u32 i = 0; i < 128; ++i) {
+            for (u32 i = 0; i < BN / 2; ++i) {
                 const u32 n = t.n + i / 4 * 8 + quad * 2 + i % 2, row = i / 2 % 2;
                 if (rows[row] >= 0 && n < t.n_end) d[i] = with_nonfinite<TRANSPOSED>(p, t, rows[row], row ? slot1 : slot0, n, d[i]);
             }
@@ -494,7 +500,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
             const i64 c = t.expert * p.c_e + t.w_group * p.c_g;
             const bool staged = p.flags & STAGED; // a rounding between, and weights with the bias alone
 #pragma unroll
-            for (u32 i = 0; i < 128; ++i) {
+            for (u32 i = 0; i < BN / 2; ++i) {
                 const u32 n = t.n + i / 4 * 8 + quad * 2 + i % 2;
                 const float bias = n < t.n_end ? bias_at(p, c + n) : 0.0f;
                 d[i] = staged ? bf16::widen(bf16::round(d[i])) + product(bias, weights[i / 2 % 2]) : d[i] + bias;
@@ -503,11 +509,11 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
         }
         if (p.weights != nullptr) {
 #pragma unroll
-            for (u32 i = 0; i < 128; ++i) d[i] = product(d[i], weights[i / 2 % 2]);
+            for (u32 i = 0; i < BN / 2; ++i) d[i] = product(d[i], weights[i / 2 % 2]);
         }
         if (p.flags & OUT32) {
 #pragma unroll
-            for (u32 i = 0; i < 128; i += 2) {
+            for (u32 i = 0; i < BN / 2; i += 2) {
                 const u32 n = t.n + i / 4 * 8 + quad * 2;
                 const int row = rows[i / 2 % 2];
                 float2 *to = (float2 *)((float *)p.out + (u32)max(row, 0) * p.o_t + t.w_group * p.o_g + n);
@@ -516,7 +522,7 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
             continue;
         }
 #pragma unroll
-        for (u32 four = 0; four < 8; ++four) { // 32 columns
+        for (u32 four = 0; four < BN / 32; ++four) { // 32 columns
             u32 pairs[2][4];
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
@@ -548,11 +554,11 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply_and_write(co
     }
 }
 
-template <bool TRANSPOSED> __device__ __forceinline__ void run(const Params &p) {
+template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
-    Shared &s = *(Shared *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
+    Shared<BN> &s = *(Shared<BN> *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
     if (threadIdx.x == 0) {
-        for (u32 i = 0; i < STAGES; ++i) {
+        for (u32 i = 0; i < s.STAGES; ++i) {
             barrier_init(shared_address(&s.full[i]), GATHER + 1); // and W's bytes are announced
             barrier_init(shared_address(&s.empty[i]), MULTIPLY / 32);
         }
@@ -593,25 +599,28 @@ template <bool TRANSPOSED> __device__ __forceinline__ void run(const Params &p) 
     }
     __syncthreads();
     if (p.mode == EXPERT) row_tiles = s.tiles[p.experts];
-    const u32 blocks = column_blocks(p);
+    const u32 blocks = column_blocks<BN>(p);
     if (threadIdx.x < MULTIPLY) {
         more_registers<200>();
-        multiply_and_write<TRANSPOSED>(p, s, row_tiles, blocks);
+        multiply_and_write<TRANSPOSED, BN>(p, s, row_tiles, blocks);
     } else {
         fewer_registers<104>();
-        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED>(p, s, row_tiles, blocks);
-        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED>(p, s, row_tiles, blocks);
+        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, BN>(p, s, row_tiles, blocks);
+        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, BN>(p, s, row_tiles, blocks);
         else find(p, s, row_tiles, blocks);
     }
 }
 
-#define KERNEL(name, transposed)                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Params p) { run<transposed>(p); }
+#define KERNEL(name, transposed, columns)                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Params p) { run<transposed, columns>(p); }
 #else
 extern "C" __device__ const int shared_bytes = 0;
-#define KERNEL(name, transposed)                                                                                                           \
+extern "C" __device__ const int shared_bytes_narrow = 0;
+#define KERNEL(name, transposed, columns)                                                                                                           \
     extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(linear_bf16, false)
-KERNEL(linear_bf16_transposed, true)
+KERNEL(linear_bf16, false, 256)
+KERNEL(linear_bf16_transposed, true, 256)
+KERNEL(linear_bf16_narrow, false, 128)
+KERNEL(linear_bf16_narrow_transposed, true, 128)

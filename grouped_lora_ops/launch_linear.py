@@ -14,7 +14,8 @@ from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, po
 ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
-CUDA_TOKENS = 128  # from here on csrc/linear.cu, where its tiles of 128 × 256 keep most multiprocessors busy (H200, wo_a T = 256: 48 µs)
+CUDA_TOKENS = 128  # from here on csrc/linear.cu
+SORT_STAGES = 3  # so many stages of LoRA less a tile are worth a plan and rows that are gathered
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
@@ -23,11 +24,12 @@ KB = 1024
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A launch of csrc/linear.cu: tiles of 128 × 256, a block a multiprocessor that takes several in turn."""
+    """A launch of csrc/linear.cu: tiles of 128 × 256 (narrow: 128 × 128), a block a multiprocessor that takes several in turn."""
 
     mode: int  # ROWS, or SORTED
     programs: int
     tile_group: int
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,26 @@ def _stream(p: Problem) -> LinearConfig:
 
 
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
-    """`tiles`, and csrc/linear.cu in its place where that is the faster one."""
+    """`tiles`, and csrc/linear.cu in its place where that is the faster one: where its tiles keep most multiprocessors busy."""
     config = tiles(p, transposed, fp16)
-    programs = _programs(p, 128, 256)
-    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS or programs < 0.7 * p.sms:
+    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
         return config
-    sort = config.shrink is not None and p.slots > 1 and p.tokens > launch.SCAN_TOKENS
-    return replace(config, cuda=CudaConfig(SORTED if sort else ROWS, min(p.sms, programs), 8))
+    programs, narrow = _programs(p, 128, 256), False
+    if programs < 0.7 * p.sms:
+        programs, narrow = _programs(p, 128, 128), True
+    if programs < 0.45 * p.sms:
+        return config
+    return replace(config, cuda=CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, narrow))
+
+
+def _sorts(p: Problem) -> bool:
+    """Whether tiles of 128 rows in the plan's order, where few adapters meet, are worth it; for evenly spread ids."""
+    if p.rank == 0 or p.tokens <= launch.SCAN_TOKENS:
+        return False
+    block = rank_block(p.rank, p.itemsize)
+    stages = cdiv(p.rank, block) * (0.5 if block == 16 else 1)  # an adapter's, in stages of 64 columns
+    fewer = min(p.slots, 128) - min(p.slots, 1 + p.slots * 128 / p.tokens)
+    return fewer * stages >= SORT_STAGES
 
 
 def tiles(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:

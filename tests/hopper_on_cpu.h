@@ -20,7 +20,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 
 namespace cpu {
 constexpr u64 MAP = 0x70616d20726f736e;
-constexpr u32 N = 256, M = 16; // of a warp's part of a product
+constexpr u32 N = 256, M = 16; // of a warp's part of a product, the widest one
 constexpr u32 NONE = ~0u;
 
 struct Copy { u32 to; const u8 *from; u32 bytes, group; };
@@ -30,13 +30,14 @@ struct Piece { // of a box: rows of 128 bytes
     int start[4];
     u32 first;
 };
-struct Product { u64 a, b; bool transposed; u32 joined; };
+struct Product { u64 a, b; bool transposed; u32 columns, joined; };
 struct Lane { // of a thread
     std::vector<Copy> copies;
     u32 copy_group = 0, products = 0, product_groups = 0;
     std::vector<u32> unfenced; // what it wrote for the matrix units, in 16 bytes
     std::map<const Barrier *, i64> phases; // the phase of a barrier that it waited for last
-    float (*d)[128] = nullptr;             // in the matrix units' hands
+    float *d = nullptr; // in the matrix units' hands
+    u32 elements = 0;   // of it
     bool fenced = false, waited = false;
 };
 struct Quarter { // a warp's part of its warpgroup's products
@@ -178,7 +179,7 @@ inline void execute(Quarter &q, u32 quarter) {
             read(p.a, quarter * M + m, k, false, side);
             for (u32 i = 0; i < 8; ++i) a[m][k + i] = side[i];
         }
-    for (u32 n = 0; n < N; n += p.transposed ? 8 : 1)
+    for (u32 n = 0; n < p.columns; n += p.transposed ? 8 : 1)
         for (u32 k = 0; k < 16; k += p.transposed ? 1 : 8) {
             read(p.b, n, k, p.transposed, side);
             for (u32 i = 0; i < 8; ++i) (p.transposed ? b[k][n + i] : b[k + i][n]) = side[i];
@@ -186,25 +187,25 @@ inline void execute(Quarter &q, u32 quarter) {
     for (u32 m = 0; m < M; ++m)
         for (u32 k = 0; k < 16; ++k) {
             const float v = a[m][k];
-            for (u32 n = 0; n < N; ++n) q.d[m][n] += v * b[k][n];
+            for (u32 n = 0; n < p.columns; ++n) q.d[m][n] += v * b[k][n];
         }
 }
 inline float &element(Quarter &q, u32 thread, u32 i) { return q.d[thread % 32 / 4 + i / 2 % 2 * 8][i / 4 * 8 + thread % 4 * 2 + i % 2]; }
 
-inline void issue(float (&d)[128], u64 a, u64 b, bool transposed) {
+inline void issue(float *d, u32 elements, u64 a, u64 b, bool transposed) {
     const u32 thread = now->index.x;
     Lane &l = lane();
     Quarter &q = quarters[thread / 32];
     check(a), check(b);
     if (l.d == nullptr) { // until they are waited for, no one may look at d
         if (!l.fenced) fail("wgmma: no fence between the accumulator's last change and a product");
-        l.d = &d;
-        for (u32 i = 0; i < 128; ++i) element(q, thread, i) = d[i], d[i] = __uint_as_float(0x7fc00000);
+        l.d = d, l.elements = elements;
+        for (u32 i = 0; i < elements; ++i) element(q, thread, i) = d[i], d[i] = __uint_as_float(0x7fc00000);
     }
-    if (l.d != &d) fail("wgmma: two accumulators at once");
-    if (l.products == q.products.size()) q.products.push_back({a, b, transposed, 0});
+    if (l.d != d || l.elements != elements) fail("wgmma: two accumulators at once");
+    if (l.products == q.products.size()) q.products.push_back({a, b, transposed, 2 * elements, 0});
     Product &p = q.products[l.products++];
-    if (p.a != a || p.b != b || p.transposed != transposed) fail("wgmma: threads of a warp name different operands");
+    if (p.a != a || p.b != b || p.transposed != transposed || p.columns != 2 * elements) fail("wgmma: threads of a warp name different operands");
     ++p.joined;
 }
 inline void commit() {
@@ -219,7 +220,7 @@ inline void products_wait(u32 newest) {
     const u32 due = l.product_groups > newest ? q.groups[l.product_groups - newest - 1] : 0;
     until([&q, due] { return q.done >= due; });
     if (newest == 0 && l.d != nullptr) {
-        for (u32 i = 0; i < 128; ++i) (*l.d)[i] = element(q, now->index.x, i);
+        for (u32 i = 0; i < l.elements; ++i) l.d[i] = element(q, now->index.x, i);
         l.d = nullptr, l.fenced = false;
     }
 }
@@ -340,11 +341,11 @@ inline void fetch_box(u32 to, const void *map, int c0, int c1, int c2, int c3, c
     cpu::fetch(to, map, {c0, c1, c2, c3}, shared_address(&barrier)), cpu::stumble();
 }
 
-template <bool TRANSPOSED> void multiply(float (&d)[128], u64 a, u64 b) { cpu::issue(d, a, b, TRANSPOSED); }
+template <bool TRANSPOSED, u32 ELEMENTS> void multiply(float (&d)[ELEMENTS], u64 a, u64 b) { cpu::issue(d, ELEMENTS, a, b, TRANSPOSED); }
 inline void multiplies_begin() { cpu::lane().fenced = true; }
 inline void multiplies_commit() { cpu::commit(), cpu::stumble(); }
 template <int N> void multiplies_wait() { cpu::products_wait(N); }
-inline void multiplied(float (&d)[128]) { multiplies_wait<0>(); }
+template <u32 ELEMENTS> void multiplied(float (&d)[ELEMENTS]) { multiplies_wait<0>(); }
 
 template <int N> void more_registers() {
     if ((cpu::registers += N) > 65536) cpu::fail("more registers than a multiprocessor has");

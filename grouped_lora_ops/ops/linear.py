@@ -115,7 +115,7 @@ def _base_and_delta(
             sums = (weight.shape[0], 1 if h is None else h.shape[2]) if summed else (1, 1)
             if linear_cuda.product(
                 name, x, 1, w, h, 1, b5, bias3, out, adapter_ids, 1, plan if mode else None, ranks, scalings, None, False,
-                sizes, *sums, mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl,
+                sizes, *sums, mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.narrow,
             ):  # fmt: skip
                 return
     from ..kernels import linear as kernels

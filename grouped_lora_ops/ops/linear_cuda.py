@@ -91,17 +91,19 @@ def product(
     tile_group: int,
     programs: int,
     overlap: bool,
+    narrow: bool = False,
 ) -> bool:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
-    this GPU has no such kernel.
+    this GPU has no such kernel. narrow: tiles of 128 columns, not 256.
     """
     module = cuda.module(name, "linear", out.device.index)
     if module is None or not module.constant(name, "available") or not driver.has_tensor_maps():
         return False
     rows, groups, columns = out.shape
     along_n = transposed(w)
-    shared = module.constant(name, "shared_bytes")
-    function = module.function(name, "linear_bf16_transposed" if along_n else "linear_bf16", shared)
+    shared = module.constant(name, "shared_bytes_narrow" if narrow else "shared_bytes")
+    kernel = f"linear_bf16{'_narrow' if narrow else ''}{'_transposed' if along_n else ''}"
+    function = module.function(name, kernel, shared)
 
     def stride(t: Tensor | None, axis: int) -> int:
         return 0 if t is None or t.shape[axis] == 1 else t.stride(axis)
