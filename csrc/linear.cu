@@ -318,6 +318,7 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const 
     for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
         const Tile t = tile_of(p, s, index, row_tiles, blocks);
         const Info &info = s.info[turn & 1];
+        const u32 begun = ring.issued;
         if (!in_order) wait(s.told[turn & 1], turn >> 1 & 1);
         for (u32 g = 0; g < (t.expert < p.experts ? p.sum_groups : 0); ++g) {
             const u8 *x[PASSES];
@@ -365,7 +366,9 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const 
             if (thread == 0) arrive(s.full[stage]); // in place of W's bytes
             ring.copying(s);
         }
-        if (in_order) ring.finish(s);
+        // the next tile but one is told of when the multiplying warps have done with the tile before this, and so with all its
+        // stages: those left on their way must be this tile's own
+        if (in_order || ring.issued - begun < LAG) ring.finish(s);
         __syncwarp();
         if (thread % 32 == 0) arrive(s.heard[turn & 1]);
     }
