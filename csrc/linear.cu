@@ -232,8 +232,10 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void fetch(const P
             }
         }
         wait(s.told[turn & 1], turn >> 1 & 1);
-        // LoRA's stages: to be more than one use of a stage ahead is to take an old phase of its barrier for the one that is wanted
-        for (u32 steps = s.info[turn & 1].steps; steps; --steps, ++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);
+        // LoRA's stages: to be more than one use of a stage ahead, or behind, is to take another phase of its barrier for the one that is
+        // wanted. So it waits for each, and none is full without it, in place of W's bytes.
+        const u32 end = number + s.info[turn & 1].steps;
+        for (; number != end; arrive(s.full[number % STAGES]), ++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);
         arrive(s.heard[turn & 1]);
     }
 }
@@ -363,7 +365,6 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const 
             if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread);
             else if (p.rank_block == 32) load_lora<TRANSPOSED, BN, 32>(p, t, info, at, slot, i - before, thread);
             else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
-            if (thread == 0) arrive(s.full[stage]); // in place of W's bytes
             ring.copying(s);
         }
         // the next tile but one is told of when the multiplying warps have done with the tile before this, and so with all its

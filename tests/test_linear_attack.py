@@ -1,7 +1,8 @@
-"""csrc/linear.cu on the CPU where one of its blocks takes many tiles in turn."""
+"""csrc/linear.cu on the CPU where its warps could wait for each other: blocks that take many tiles, warps far behind."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,3 +35,24 @@ def test_tiles_of_one_stage(on_cpu, monkeypatch, features):
     c, weight, bias = case("plain", **csrc.SIZES | dict(tokens=700, out=16, features=features), ranks=[0, 0, 0])
     csrc.dense(on_cpu, c, weight, bias, sort=True, programs=1)
     csrc.dense(on_cpu, replace(c, x=c.x[:1].expand(700, -1)), weight, bias, programs=1)
+
+
+def test_a_slow_fetching_warp_behind_many_adapters(tmp_path, monkeypatch):
+    """It brings nothing of LoRA's stages, yet the ring may not go round without it: a parity names every other phase."""
+    header = (csrc.ROOT / "tests/hopper_on_cpu.h").read_text()
+    drawn = "for (u32 &speed : speeds) speed = chances[draw() % 4];"
+    assert header.count(drawn) == 1
+    (tmp_path / "hopper_on_cpu.h").write_text(
+        header.replace(drawn, drawn + " speeds[10] = 1000;").replace(
+            '"cuda_on_cpu.h"', f'"{csrc.ROOT}/tests/cuda_on_cpu.h"'
+        )
+    )
+    one_kernel = re.compile(r"^KERNEL\((?!linear_bf16,).*$", re.MULTILINE)  # the others would only be compiled
+    text = csrc.translated(lambda text: one_kernel.sub("", text))
+    slow = text.replace(str(csrc.ROOT / "tests/hopper_on_cpu.h"), str(tmp_path / "hopper_on_cpu.h"))
+    assert slow != text
+    monkeypatch.setattr(csrc, "translated", lambda *change: slow)
+    on_cpu = csrc.OnCpu(csrc.compiled(tmp_path), monkeypatch)
+    c, weight, bias = case("plain", **csrc.SIZES | dict(tokens=128, slots=8, features=8, out=8, rank=64))
+    csrc.dense(on_cpu, c, weight, bias, programs=1, pdl=False)
+    on_cpu.close()
