@@ -13,6 +13,7 @@
 #include <memory>
 #include <random>
 #include <setjmp.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <vector>
@@ -190,7 +191,12 @@ inline const char *attempt(u32 first, u32 count, u32 size, u32 shared, u32 seed,
             makecontext(&c, (void (*)())+[] { job(), now->done = true, --now->block->running, _longjmp(scheduler, 1); }, 0);
         }
     }
+    // of a thread, its end and not the process's
+    struct sigaction forbidden = {}, before;
+    forbidden.sa_handler = [](int) { fail("memory that may not be touched"); }, forbidden.sa_flags = SA_NODEFER;
+    sigaction(SIGSEGV, &forbidden, &before);
     rounds(seed);
+    sigaction(SIGSEGV, &before, nullptr);
     for (auto &b : blocks) munmap(b->pages, length + PAGE);
     munmap(stack, stacks);
     return *failure ? failure : nullptr;

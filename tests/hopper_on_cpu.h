@@ -2,7 +2,8 @@
 //
 // What the hardware does beside the threads happens here as late as it may, in random order: boxes arrive in pieces, copies
 // land at the latest when they are waited for, products read shared memory at the latest when they are waited for. Memory on
-// its way holds garbage. A seed also decides which warps are slow. Blocks run one after the other.
+// its way holds garbage. A seed also decides which warps are slow. Blocks run one after the other, by odd
+// seeds the first one first.
 //
 // Descriptors of wgmma's operands are made by hopper.cuh's own lines, which are no assembly.
 // A tensor map is 16 words: address, 4 sizes, 3 strides in bytes, 4 lengths of the box, MAP, zeros (tests/test_linear_csrc.py).
@@ -273,7 +274,8 @@ inline const char *run_grid(u32 count, u32 size, u32 shared, u32 seed, void *fro
     static const u32 chances[] = {1, 2, 4, 16};
     std::mt19937 draw(seed);
     grid = {count};
-    for (u32 b = 0; b < count; ++b) {
+    for (u32 i = 0; i < count; ++i) {
+        const u32 b = seed % 2 ? i : count - 1 - i;
         lanes.assign(size, {}), quarters.assign(size / 32, {}), pieces.clear(), named.clear(), unfenced.assign(shared / 16 + 1, 0);
         for (u32 &speed : speeds) speed = chances[draw() % 4];
         landing = chances[draw() % 4], multiplying = chances[draw() % 4], arriving = chances[draw() % 4];
