@@ -253,6 +253,8 @@ def test_forms(on_cpu, form, sort, narrow):
     sizes = [40, 264, 8] if "slices" in form else None
     c, weight, bias = case(form, **SIZES, ranks=True, sizes=sizes)
     dense(on_cpu, c, weight, bias, sort=sort, narrow=narrow)
+    if sizes and not narrow:  # the last block first: what a tile writes past its slice is not written over
+        dense(on_cpu, c, weight, bias, sort=sort, programs=3)
 
 
 @both_orders
@@ -279,7 +281,7 @@ def test_columns(on_cpu, out, narrow):
 
 
 @both_orders
-@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 193, 400])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 129, 400])
 def test_rows(on_cpu, tokens, sort):
     c, weight, bias = case("plain", **SIZES | dict(tokens=tokens, out=280), ranks=True)
     for programs, tile_group in ((1, 1), (2, 8), (3, 2)):
