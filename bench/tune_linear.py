@@ -54,8 +54,6 @@ def candidates(p: launch.Problem) -> dict[str, launch_linear.LinearConfig]:
         found["default, 2 slot stages"] = replace(default, slot_stages=2)
         found["default, 4 slot stages"] = replace(default, slot_stages=4)
         found["default, 8 warps"] = replace(default, num_warps=8)
-        for together, warps in ((1, 4), (1, 8), (2, 4), (4, 8), (8, 4)):
-            found[f"default, {together} adapters a product, {warps} warps"] = replace(default, together=together, num_warps=warps)
         found["default, h whole"] = replace(default, shrink=replace(launch.shrink(p), pdl=default.pdl))
         return found
     by_slot = launch.PLAN if p.tokens > launch.SCAN_TOKENS else launch.SCAN

@@ -297,10 +297,10 @@ template <class S> struct Ring {
         return issued % STAGES;
     }
     __device__ __forceinline__ void signal(S &s) { arrive(s.full[signalled++ % STAGES]); }
-    __device__ __forceinline__ void copying(S &s) {
+    template <u32 LEFT> __device__ __forceinline__ void copying(S &s) { // LEFT: stages that may stay on their way
         copies_commit();
-        if (++issued - signalled > LAG) {
-            copies_wait<LAG>();
+        if (++issued - signalled > LEFT) {
+            copies_wait<LEFT>();
             signal(s);
         }
     }
@@ -348,7 +348,7 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const 
 #pragma unroll
                     for (u32 j = 0; j < PASSES; ++j) copy16(to + j * (EACH * 128), bytes ? x[j] : (const u8 *)p.x, bytes);
                 }
-                ring.copying(s);
+                ring.template copying<LAG>(s);
             }
         }
         if (!waited) { // h is made by the kernel before
@@ -357,19 +357,21 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const 
             waited = true;
         }
         wait(s.told[turn & 1], turn >> 1 & 1);
+        const u32 steps = info.steps;
+        if (steps) ring.finish(s); // D's last stages do not wait for LoRA's addresses, nor LoRA's for the next tile's
         u32 adapter = 0, before = 0;
 #pragma unroll 1
-        for (u32 i = 0; i < info.steps; ++i) {
+        for (u32 i = 0; i < steps; ++i) {
             while (info.ends[adapter] <= i) before = info.ends[adapter++];
             const u32 slot = info.list[adapter], stage = ring.next(s), at = shared_address(s.stages[stage]);
             if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread);
             else if (p.rank_block == 32) load_lora<TRANSPOSED, BN, 32>(p, t, info, at, slot, i - before, thread);
             else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
-            ring.copying(s);
+            ring.template copying<1>(s);
         }
         // the next tile but one is told of when the multiplying warps have done with the tile before this, and so with all its
         // stages: those left on their way must be this tile's own
-        if (in_order || ring.issued - begun < LAG) ring.finish(s);
+        if (in_order || steps || ring.issued - begun < LAG) ring.finish(s);
         __syncwarp();
         if (thread % 32 == 0) arrive(s.heard[turn & 1]);
     }

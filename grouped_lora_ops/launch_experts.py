@@ -127,7 +127,6 @@ class ExpertLinearConfig:
     n_first: bool  # neighbouring programs share a tile of routes (x comes from the cache), not a block of W
     block_e: int  # EXPERT: experts and the masked routes, padded
     slot_stages: int  # EXPERT: pipeline depth of the loop over a tile's adapters
-    together: int  # EXPERT: adapters of a product of h with their B's
     prefetch: bool  # EXPERT: B is called into the L2 before the base
     precision: str
     num_warps: int
@@ -358,7 +357,6 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
         n_first=True,
         block_e=max(16, power_of_2(p.experts + 1)) if mode == EXPERT else 16,
         slot_stages=2 if p.itemsize == 2 and p.rank <= 64 else 1,  # one more spills
-        together=1,
         prefetch=mode == EXPERT and 0 < p.rank * p.itemsize <= 128 and (p.itemsize == 2 or block_m <= 32),
         precision=precision(p.itemsize),
         num_warps=4,
@@ -380,9 +378,11 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
 
 
 # From so many routes of an expert on csrc/linear.cu is the faster one: its tiles are 128 high, whatever adapters meet in them.
-# (H200 without LoRA: qwen3-30b down, 64 routes 173 µs against 160 with it, 256 routes 266 against 318; dsv3 down, 128 routes
-# 695 against 1119.)
+# (H200, expert_mlp at T = 4096: dsv3, 128 routes, 9.6 ms against 12.1; qwen3-30b, 256 routes, 4 adapters, 1101 µs against 1367.)
 CUDA_ROUTES = 96
+# Where all routes have one adapter, from so many on gate_up stays with Triton's kernel, which has the activation inside: qwen3-30b 946 µs
+# against 1000.
+ACTIVATED_ROUTES = 192
 
 
 def takes_cuda(p: ExpertProblem) -> bool:
@@ -390,6 +390,11 @@ def takes_cuda(p: ExpertProblem) -> bool:
     if p.arch != "sm_90" or p.itemsize != 2 or not needs_plan(p.routes) or rows_of_expert(p) < CUDA_ROUTES:
         return False
     return cdiv(p.routes, 128) * p.groups * cdiv(p.out_features, 256) >= 0.7 * p.sms
+
+
+def leaves_activation(p: ExpertProblem) -> bool:
+    """Whether gate_up's product is csrc/linear.cu's, and the activation another kernel's, where nobody else wants h1."""
+    return takes_cuda(p) and (p.mixed or rows_of_expert(p) < ACTIVATED_ROUTES)
 
 
 # From so many routes of a pair on its own tiles are the faster ones, whatever `linear_cost` says: H200, qwen3-30b with 4 adapters,

@@ -48,7 +48,6 @@ class LinearConfig:
     num_warps: int
     num_stages: int
     slot_stages: int  # pipeline depth of the loop over a tile's adapters (MIXED)
-    together: int  # adapters of a product of h with their B's (MIXED)
     prefetch: bool  # ROWS: B is called into the L2 before the base
     pdl: bool
     cuda: CudaConfig | None = None  # csrc/linear.cu instead, where the layouts suit it
@@ -57,12 +56,6 @@ class LinearConfig:
 def rank_block(rank: int, itemsize: int) -> int:
     """Length of the pieces that the sum over r is cut into: 64 beside an accumulator of 128 × 256 spill."""
     return min(32 if itemsize == 2 else 16, max(16, power_of_2(rank)))
-
-
-def adapters_together(rank_block: int, block_m: int, block_n: int, adapters: int) -> int:
-    """How many of a tile's adapters one product of h with their B's takes: more columns of h spill on sm_90."""
-    columns = 32 if block_n > 64 else 128 if block_m <= 16 else 64
-    return max(1, min(columns // rank_block, power_of_2(max(adapters, 1))))
 
 
 def shared_memory(arch: str) -> int:
@@ -93,13 +86,10 @@ def linear_with(p: Problem, mode: int, block_m: int, **changes) -> LinearConfig:
         num_warps=4,
         num_stages=4,
         slot_stages=3,
-        together=1,
         prefetch=mode == ROWS and p.tokens <= STREAM_TOKENS and p.rank * p.itemsize <= 128,
         pdl=has_pdl(p.arch),
     )
     chosen.update(changes)
-    if mode in MIXED and p.itemsize == 2 and block_m <= STREAM_TOKENS and "together" not in changes:
-        chosen["together"] = adapters_together(chosen["rank_block"], block_m, chosen["block_n"], min(p.slots, p.tokens))
     if p.itemsize == 4:
         chosen["block_k"] = FLOAT32_PIECE
     room = shared_memory(p.arch) - 8 * KB - 2 * 2 * block_m * chosen["rank_block"]  # h's two halves
@@ -134,8 +124,7 @@ def _stream(p: Problem) -> LinearConfig:
             block_n = wider
             break
     block_k = 256 if block_n == 32 and block_m <= 32 else 128
-    several = p.itemsize == 2 and block_m >= 32 and p.slots > 1 and p.rank > 0  # with 4 warps products of several adapters spill
-    warps = 8 if several or (p.itemsize == 4 and block_m == 64) else 4
+    warps = 8 if p.itemsize == 4 and block_m == 64 else 4
     stages = 12 if p.itemsize == 4 else 6 if block_k == 128 else 5
     return linear_with(p, ROWS, block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
 

@@ -636,7 +636,7 @@ FAULTS = {
         "if (release && lane == 0) arrive(s.empty[(used - 1) % STAGES]);",
         "if (lane == 0) arrive(s.empty[used % STAGES]);",
     ),
-    "copies are signalled too early": ("copies_wait<LAG>();", "copies_wait<LAG + 1>();"),
+    "copies are signalled too early": ("copies_wait<LEFT>();", "copies_wait<LEFT + 1>();"),
     "B is changed without a fence": ("    if (found) written_for_matrix_units();\n", ""),
     "W is fetched a use of a stage ahead": (
         "++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);",

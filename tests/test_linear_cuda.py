@@ -506,12 +506,16 @@ def test_experts_tiles_stay_as_they_were(monkeypatch):
 
 
 def test_h1_is_stored_where_its_product_is_csrcs(monkeypatch):
+    """One adapter's long runs stay with the kernel that has the activation inside; what trains wants h1 anyway."""
     monkeypatch.setattr(common, "facts", lambda t: ("sm_90", 132))
-    to = SimpleNamespace(routes=1 << 15, experts=16, slots=2, adapters=None)
-    for dtype, wanted in ((BF16, True), (torch.float16, False), (torch.float32, False)):
-        x = torch.empty(8, 64, dtype=dtype)
-        for weight in (torch.empty(16, 2048, 64, dtype=dtype), torch.empty(16, 2, 1024, 64, dtype=dtype)):
-            assert expert_stages.h1_in_memory(x, weight, to) == wanted, dtype
+    long, short = 1 << 15, 16 * (launch_experts.ACTIVATED_ROUTES - 1)
+    ids = torch.zeros(1, dtype=torch.int64)
+    for routes, adapters, wanted in ((long, ids, True), (long, None, False), (short, None, True), (16 * 64, ids, False)):
+        to = SimpleNamespace(routes=routes, experts=16, slots=2, adapters=adapters)
+        for dtype in (BF16, torch.float16, torch.float32):
+            x = torch.empty(8, 64, dtype=dtype)
+            for weight in (torch.empty(16, 2048, 64, dtype=dtype), torch.empty(16, 2, 1024, 64, dtype=dtype)):
+                assert expert_stages.h1_in_memory(x, weight, to) == (wanted and dtype == BF16), (routes, adapters, dtype)
 
 
 # --- the layouts ---
@@ -761,7 +765,8 @@ def test_triton_takes_what_it_cannot(kernels, monkeypatch, missing):
     """No cubin, another GPU's empty one, or a driver without tensor maps: the Triton kernel with the tiles that were chosen with it."""
     product, tiles, answers = linear_cuda.product, launch_linear.tiles, []
     module = SimpleNamespace(constant=lambda name, what: int(missing != "available"))
-    monkeypatch.setattr(cuda, "module", lambda op, stem, device: None if missing == "module" else module)
+    others, stands_in = cuda.module, None if missing == "module" else module
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: stands_in if stem == "linear" else others(op, stem, device))
     monkeypatch.setattr(driver, "has_tensor_maps", lambda: missing != "tensor maps")
     monkeypatch.setattr(linear_cuda, "product", lambda *args: answers.append(product(*args)) or answers[-1])
     monkeypatch.setattr(

@@ -77,7 +77,7 @@ def expert_linear_kernel(
     PLAN_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     R_BLOCKS: tl.constexpr, N_FIRST: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr, W_VEC: tl.constexpr,
     W_UNIT: tl.constexpr, H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr,
-    O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr,
+    O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scaling multiplies h, so that delta and base need one accumulator (two of 128 × 256 spill), which keeps its bits where
@@ -152,7 +152,7 @@ def expert_linear_kernel(
                 acc = mixed_rows(
                     h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m,
                     (group + s) * (h_g * H_VEC), b_l, b_offset + s * (b_g * B_VEC), b_n, b_r, acc, CHUNKS, BLOCK_M, BLOCK_R,
-                    R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4, STAGES, TOGETHER, PRECISION,
+                    R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4, STAGES, PRECISION,
                 )  # fmt: skip
         elif slot < L:
             rank, load_rank = slot_rank(ranks, slot, R, B_VEC, B_UNIT == 4)
@@ -247,7 +247,7 @@ def linear(
             sum_groups, h_groups, 1 if h is None else h.shape[0], 0 if bias is None else 2 if staged else 1, config.mode,
             config.plan_rows, config.block_m, config.block_n, config.block_k, config.rank_block,
             max(1, cdiv(rank, config.rank_block)), config.n_first, x_vec, x_unit, w_vec, w_unit, h_vec, b_vec, b_unit, o_vec,
-            o_unit, n_vec, features % config.block_k == 0, config.block_e, config.slot_stages, config.together, config.prefetch and b_unit == 4,
+            o_unit, n_vec, features % config.block_k == 0, config.block_e, config.slot_stages, config.prefetch and b_unit == 4,
             config.precision, pdl,
         ),
         config.num_warps,

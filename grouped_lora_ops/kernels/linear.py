@@ -81,7 +81,7 @@ def linear_kernel(
     R_BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, TILE_GROUP: tl.constexpr, X_VEC: tl.constexpr,
     X_UNIT: tl.constexpr, W_VEC: tl.constexpr, W_UNIT: tl.constexpr, H_VEC: tl.constexpr, B_VEC: tl.constexpr,
     B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, N_VEC: tl.constexpr, EVEN_K: tl.constexpr,
-    ONE_SCALE: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ONE_SCALE: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x's axes (t, g, d), w's (g, n, d), scales' (g, block of n, of d), h's (chunk, t, g, r) with unit last stride, b's
     (l, g, n, r), bias's (g, n), out's (t, g, n). Unit axes: 2 for x and out; 2 (d) or 1 (n) for w; 3 (r) or 2 (n) for b; −1 for none.
@@ -221,7 +221,7 @@ def linear_kernel(
                 acc = mixed_rows(
                     h, b, ranks, scalings, bucket, first, order, count, wide_rows, n, n_in, L, R, h_c, h_t,
                     h_base + s * (h_g * H_VEC), b_l, b_base + s * (b_g * B_VEC), b_n, b_r, acc, CHUNKS, BLOCK_M, BLOCK_R, R_BLOCKS,
-                    H_VEC, B_VEC, B_UNIT == 3, STAGES, TOGETHER, PRECISION,
+                    H_VEC, B_VEC, B_UNIT == 3, STAGES, PRECISION,
                 )  # fmt: skip
         elif slot < L:
             if MODE == SINGLE:  # rows without the adapter leave before it comes: 0 · Inf of its B would be NaN
@@ -321,7 +321,7 @@ def linear(
             w.shape[0] if summed else 1, h.shape[2] if summed and h is not None else 1, 1 if h is None else h.shape[0],
             config.mode, config.block_m, config.block_n, config.block_k, config.rank_block,
             max(1, cdiv(rank, config.rank_block)), config.block_t, config.block_l, config.tile_group, x_vec, x_unit, w_vec, w_unit,
-            h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, even, one_scale, config.slot_stages, config.together, config.prefetch and b_unit == 3,
+            h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, even, one_scale, config.slot_stages, config.prefetch and b_unit == 3,
             config.precision, pdl,
         ),
         config.num_warps,

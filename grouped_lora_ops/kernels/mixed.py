@@ -57,39 +57,13 @@ def nth_slot(bucket, first, order, i):
 
 
 @triton.jit
-def one_by_one(
-    high, low, scale, b, ranks, bucket, first, order, begin, end, n, n_in, r, L, R, b_l, b_offset, b_n, b_r, acc,
-    B_VEC: tl.constexpr, R_UNIT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """acc + h Bᵀ for adapters number begin … end − 1: the tile times each one's B, of which a row keeps its own adapter's, so that
-    no other B reaches it, whatever it holds."""
-    for i in tl.range(begin, end, num_stages=STAGES):
-        slot = nth_slot(bucket, first, order, i)
-        rank, load_rank = slot_rank(ranks, slot, R, B_VEC, R_UNIT)
-        b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + b_offset
-        b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
-        acc = tl.where((bucket == slot)[:, None], dot_split(high, low, scale, b_tile, acc, PRECISION), acc)
-    return acc
-
-
-@triton.jit
-def beside_each_other(h, own, TOGETHER: tl.constexpr):
-    """h [rows, BLOCK_R] TOGETHER times side by side, zeros where not own [rows, TOGETHER]."""
-    wide = tl.where(own[:, :, None], tl.broadcast_to(h[:, None, :], (h.shape[0], TOGETHER, h.shape[1])), 0.0)
-    return tl.reshape(wide.to(h.dtype), (h.shape[0], TOGETHER * h.shape[1]))
-
-
-@triton.jit
 def mixed_rows(
     h, b, ranks, scalings, bucket, first, order, count, wide_rows, n, n_in, L, R, h_c, h_t, h_offset, b_l, b_offset, b_n, b_r,
     acc, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr, H_VEC: tl.constexpr,
-    B_VEC: tl.constexpr, R_UNIT: tl.constexpr, STAGES: tl.constexpr, TOGETHER: tl.constexpr, PRECISION: tl.constexpr,
+    B_VEC: tl.constexpr, R_UNIT: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + scaling · h Bᵀ where every row has an adapter of its own.
-
-    TOGETHER adapters a product: their B's one below the other, h's columns at its own adapter's place in a row, zeros elsewhere,
-    which add nothing; all loads of B are under way at once. Where one of them holds Inf or NaN: one after another, as with 1.
-    """
+    """acc + scaling · h Bᵀ where every row has an adapter of its own: the tile times each adapter's B, of which a row keeps
+    its own adapter's, so that no other B reaches it, whatever it holds."""
     live = bucket < L
     row_ranks = tl.where(live, R, 0)
     if ranks is not None:
@@ -107,41 +81,10 @@ def mixed_rows(
             h_tile += tl.load(ptrs + c * (h_c * H_VEC), mask=mask, other=0.0)
         h_tile = tl.where(r[None, :] < row_ranks[:, None], scaled(h_tile, scaling[:, None]), 0.0)
         high, low, scale = split(h_tile, b.dtype.element_ty)
-        if TOGETHER == 1:
-            acc = one_by_one(
-                high, low, scale, b, ranks, bucket, first, order, 0, count, n, n_in, r, L, R, b_l, b_offset, b_n, b_r, acc,
-                B_VEC, R_UNIT, STAGES, PRECISION,
-            )  # fmt: skip
-        else:
-            k = tl.arange(0, TOGETHER * BLOCK_R)
-            r_k = block * BLOCK_R + k % BLOCK_R
-            for i in range(0, count, TOGETHER):
-                match = first[:, None] & (order[:, None] == (i + k // BLOCK_R)[None, :])  # the slot of each row of B; L: none
-                slot = tl.max(tl.where(match, bucket[:, None], -1), 0)
-                slot = tl.max_constancy(tl.where(slot < 0, L, slot), BLOCK_R)
-                there = slot < L
-                rank = tl.where(there, R, 0)
-                if ranks is not None:
-                    rank = tl.minimum(tl.maximum(tl.load(ranks + slot, mask=there, other=0), 0), R)
-                loaded = r_k < rank
-                if R_UNIT:  # whole vectors: Triton cannot see that the mask is constant in each
-                    loaded = r_k < tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
-                    loaded = tl.max_constancy(loaded.to(tl.int32), B_VEC) > 0
-                begin = tl.max_constancy(slot.to(tl.int64) * (b_l * B_VEC), BLOCK_R) + b_offset
-                b_ptrs = b + begin[:, None] + r_k[:, None] * b_r + n[None, :] * b_n
-                b_tile = tl.load(b_ptrs, mask=loaded[:, None] & n_in[None, :], other=0.0)
-                b_tile = tl.where((r_k < rank)[:, None], b_tile, 0.0)
-                exponents = b_tile.to(tl.float32).to(tl.int32, bitcast=True) & 0x7F800000
-                if tl.max(tl.max(exponents, 1), 0) == 0x7F800000:
-                    acc = one_by_one(
-                        high, low, scale, b, ranks, bucket, first, order, i, tl.minimum(i + TOGETHER, count), n, n_in, r, L, R,
-                        b_l, b_offset, b_n, b_r, acc, B_VEC, R_UNIT, 1, PRECISION,
-                    )  # fmt: skip
-                else:
-                    numbers = i + tl.arange(0, TOGETHER)
-                    those = first[:, None] & (order[:, None] == numbers[None, :])
-                    own = bucket[:, None] == tl.max(tl.where(those, bucket[:, None], -1), 0)[None, :]
-                    high_k = beside_each_other(high, own, TOGETHER)
-                    low_k = beside_each_other(low, own, TOGETHER)
-                    acc = dot_split(high_k, low_k, scale, b_tile, acc, PRECISION)
+        for i in tl.range(0, count, num_stages=STAGES):
+            slot = nth_slot(bucket, first, order, i)
+            rank, load_rank = slot_rank(ranks, slot, R, B_VEC, R_UNIT)
+            b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + b_offset
+            b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
+            acc = tl.where((bucket == slot)[:, None], dot_split(high, low, scale, b_tile, acc, PRECISION), acc)
     return acc

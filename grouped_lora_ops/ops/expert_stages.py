@@ -170,8 +170,7 @@ def present(factor: Tensor | None) -> bool:
 
 
 def h1_in_memory(x: Tensor, weight: Tensor, to: Routing) -> bool:
-    """Whether gate_up's product is csrc/linear.cu's, which leaves the activation to a kernel of its own: with tiles of 128 routes that
-    is the faster way, h1 written and read included."""
+    """Whether gate_up's product is csrc/linear.cu's, which leaves the activation to a kernel of its own: h1 is written and read."""
     groups = weight.shape[1] if weight.dim() == 4 else 1
     p = problem(x, to, groups, 1, x.shape[1], weight.shape[-2], 0)
-    return x.dtype == torch.bfloat16 and launch_experts.takes_cuda(p)
+    return x.dtype == torch.bfloat16 and launch_experts.leaves_activation(p)
