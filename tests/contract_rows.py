@@ -67,6 +67,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "rows without an adapter keep base's bits, NaN in x or not": (
         "delta::test_a_zero_delta_leaves_the_bits_of_base",
         "delta::test_rows_without_an_adapter_beside_a_broken_one",
+        "linear_cuda::test_what_is_not_finite_stays_with_its_adapter",
     ),
     "shrink writes exact zeros for such rows and past the rank": (
         "shrink::test_rows_without_an_adapter_are_zero_whatever_x_holds",
@@ -162,6 +163,9 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "expert_kernels::test_a_rows_bits_are_its_own",
         "wgrad::test_dx_of_a_row_is_its_own",
         "linear_gpu::test_a_rows_bits_are_its_own",
+        "linear_cuda::test_a_rows_bits_are_its_own",
+        "linear_cuda::test_the_bits_of_the_triton_kernels",
+        "linear_cuda::test_the_bits_of_expert_mlp",
         "expert_mixed::test_the_bits_of_other_tiles",
         "expert_mixed::test_random_rows_have_the_bits_of_other_tiles",
     ),
@@ -176,6 +180,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "autograd::test_empty_batches_stay_connected",
         "expert_empty::test_nothing_routed",
         "expert_empty::test_nothing_routed_in_the_projections",
+        "linear_attack::test_tiles_of_masked_routes_behind_each_other",
+        "linear_cuda::test_masked_routes_behind_few_others",
         "linear::test_empty_batches_stay_connected",
         "edges::test_sizes_of_zero_and_one",
     ),

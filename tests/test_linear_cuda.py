@@ -278,6 +278,23 @@ def test_no_rows_no_launch_and_no_routes_zeros(both, choose):
 
 
 @gpu
+def test_masked_routes_behind_few_others(choose):
+    """Tiles without stages on every block behind few that have some, as one rank of many has them: they do not wait for each other."""
+    answers = choose(True)
+    c = experts(8192, 8, 5, 64, 144, 3, 16)
+    few = torch.full_like(c.ids, -1)
+    few[:40] = c.ids[:40]
+    for ids in (few, c.ids):
+        for ranks in (c.ranks, torch.zeros_like(c.ranks)):
+            with poisoned():
+                y = c.call(ids=ids, ranks=ranks)
+            masked = ((ids < 0) | (ids >= 5)).flatten()
+            assert_bits(y[masked], torch.zeros_like(y[masked]))
+            assert torch.isfinite(y).all()
+    assert answers == [True] * 4
+
+
+@gpu
 def test_a_damaged_plan_leads_nowhere(both, choose):
     answers = choose(True)
     x, weight, a, b, ids, scalings, bias, _, ranks = dense("plain", 1000, 4, 512, 256, 16)
