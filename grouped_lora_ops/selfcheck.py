@@ -18,6 +18,7 @@ from .plan import expert_view, view
 
 T, D, N, R, L, G = 9, 64, 48, 8, 3, 2  # tokens, features in and out, rank, adapter slots, groups
 E, K, H, I = 4, 2, 32, 16  # experts, routes per token, hidden and inner width
+MANY_T, MANY_N = 160, 2048  # `linear` again, with tiles enough for csrc/linear.cu
 
 
 class Outcome(NamedTuple):
@@ -162,15 +163,18 @@ def check_delta_(make: Numbers) -> str | None:
 
 
 def check_linear(make: Numbers) -> str | None:
-    x, a, b, ids, scalings = dense_inputs(make)
-    weight = make(G, N, D)
+    scalings = make.scalings()
 
-    def model(x, weight, a, b):
-        return torch.einsum("tgd,gnd->tgn", x, weight) + dense_delta(x, a, b, ids, scalings)
+    def wrong(tokens: int, columns: int) -> str | None:
+        ids = make.ids(tokens, most=L)
 
-    return forward_and_backward(
-        "dx dW dA dB", lambda x, w, a, b: ops.linear(x, w, a, b, ids, scalings), model, (x, weight, a, b), make
-    )
+        def model(x, weight, a, b):
+            return torch.einsum("tgd,gnd->tgn", x, weight) + dense_delta(x, a, b, ids, scalings)
+
+        tensors = make(tokens, G, D), make(G, columns, D), make(L, R, D), make(L, G, columns, R)
+        return forward_and_backward("dx dW dA dB", lambda x, w, a, b: ops.linear(x, w, a, b, ids, scalings), model, tensors, make)
+
+    return wrong(T, N) or wrong(MANY_T, MANY_N)
 
 
 def expert_inputs(make: Numbers, dtype: torch.dtype = torch.bfloat16):
