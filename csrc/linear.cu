@@ -8,8 +8,8 @@
 //     place holds scaling · h of the adapter's rows as two bf16, high and low (kernels/halves.py; zeros in all other rows),
 //     W's place holds B.
 //   1 finds the rows and the adapters of the tiles ahead.
-//   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. They know nothing of LoRA; a
-//     zero h or B adds zeros, and a tile's rows may have different adapters.
+//   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. All they know of LoRA is how many
+//     stages it has and that high and low may meet one B; a zero h or B adds zeros, and a tile's rows may have different adapters.
 //
 // The order of every sum is that of kernels/linear.py and kernels/expert_linear.py: one chain over D, then for each piece
 // of `rank_block` columns of h all of high before all of low. An adapter's Inf or NaN in B must not meet the zeros of other

@@ -53,6 +53,30 @@ def grouped(t: Tensor, ndim: int) -> Tensor:
     return t if t.dim() == ndim else t.unsqueeze(1)
 
 
+def rows_of_vectors(t: Tensor | None, unit: int = -1) -> bool:
+    """Whether t's elements lie side by side along axis `unit`, and every such row starts at a multiple of 16 bytes; axes of size 1
+    have no stride that counts."""
+    if t is None:
+        return True
+    each = 16 // t.element_size()
+    axes = [axis for axis in range(t.dim()) if axis != unit % t.dim() and t.shape[axis] != 1]
+    side_by_side = t.stride(unit) == 1 or t.shape[unit] == 1
+    return side_by_side and t.data_ptr() % 16 == 0 and all(t.stride(axis) % each == 0 for axis in axes)
+
+
+def stride(t: Tensor | None, axis: int) -> int:
+    """The stride that csrc/ is given: 0 along an axis of size 1, which all of a larger one's places share."""
+    return 0 if t is None or t.shape[axis] == 1 else t.stride(axis)
+
+
+def slice_starts(sizes: tuple | None, most: int) -> list[int]:
+    """Where each of `most` slices starts, and the last one ends: zeros without slices and behind them."""
+    starts = [0] * (most + 1)
+    for i, size in enumerate(sizes or ()):
+        starts[i + 1] = starts[i] + size
+    return starts
+
+
 def contiguous(t: Tensor | None) -> Tensor | None:
     """ranks and scalings are read with unit stride."""
     return t if t is None or t.stride(0) == 1 else t.contiguous()

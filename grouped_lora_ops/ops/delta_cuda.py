@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import cuda
 from ..launch import CudaConfig, chunk_of, chunks_of
+from .common import rows_of_vectors, slice_starts, stride
 
 THREADS, MAX_SLICES = 256, 8
 IDS64, COPY, OVERLAP = 1, 2, 4
@@ -14,29 +15,17 @@ IDS64, COPY, OVERLAP = 1, 2, 4
 LAYOUT = "8P13q11I9I"
 
 
-def _vectors(t: Tensor | None, *axes: int) -> bool:
-    """Whether every row of t starts at a multiple of 16 bytes; axes of size 1 have no stride that counts."""
-    return t is None or (t.data_ptr() % 16 == 0 and all(t.shape[axis] == 1 or t.stride(axis) % 8 == 0 for axis in axes))
-
-
-def _unit(t: Tensor | None) -> bool:
-    return t is None or t.stride(-1) == 1 or t.shape[-1] == 1
-
-
 def fits(x: Tensor, a: Tensor, b: Tensor, base: Tensor | None, out: Tensor, sizes: tuple | None) -> bool:
     """Whether the kernel can read and write these layouts: unit last strides, and rows that start at 16 bytes (b: 4)."""
-    if not all(_unit(t) for t in (x, a, b, base, out)) or (sizes is not None and len(sizes) > MAX_SLICES):
+    if not all(rows_of_vectors(t) for t in (x, a, base, out)) or not (b.stride(-1) == 1 or b.shape[-1] == 1):
+        return False
+    if sizes is not None and len(sizes) > MAX_SLICES:
         return False
     if out.shape[1] > 1 and x.shape[1] == 1 and a.shape[1] == 1:
         return False  # all groups share one h
     widths = sizes if sizes is not None else (out.shape[2],)
-    if (
-        any(width % 8 for width in widths)
-        or b.data_ptr() % 4
-        or any(b.shape[i] > 1 and b.stride(i) % 2 for i in range(3))
-    ):
-        return False
-    return _vectors(x, 0, 1) and _vectors(a, 0, 1, 2) and _vectors(base, 0, 1) and _vectors(out, 0, 1)
+    aligned = b.data_ptr() % 4 == 0 and not any(b.shape[i] > 1 and b.stride(i) % 2 for i in range(3))
+    return aligned and not any(width % 8 for width in widths)
 
 
 def delta(
@@ -67,19 +56,13 @@ def delta(
     shared = module.constant(name, f"shared_delta_{kernel}")
     function = module.function(name, f"delta_{kernel}", shared, config.rank_split > 1)
 
-    def stride(t: Tensor | None, axis: int) -> int:
-        return 0 if t is None or t.shape[axis] == 1 else t.stride(axis)
-
-    starts = [0] * (MAX_SLICES + 1)
-    for i, size in enumerate(sizes or ()):
-        starts[i + 1] = starts[i] + size
     flags = (IDS64 if ids.dtype.itemsize == 8 else 0) | (COPY if copy else 0) | (OVERLAP if config.overlap else 0)
     values = (
         x, a, b, base, out, ids, ranks, scalings,
         ids.stride(0), stride(x, 0), stride(x, 1), stride(a, 0), stride(a, 1), stride(a, 2),
         stride(b, 0), stride(b, 1), stride(b, 2), stride(base, 0), stride(base, 1), stride(out, 0), stride(out, 1),
         tokens, slots, features, columns, rank, chunk_of(features), chunks_of(features),
-        config.merged.bit_length() - 1, config.spread, flags, 0 if sizes is None else len(sizes), *starts,
+        config.merged.bit_length() - 1, config.spread, flags, 0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES),
     )  # fmt: skip
     cuda.launch(
         function,

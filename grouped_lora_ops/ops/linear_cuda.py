@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import cuda, driver
+from .common import rows_of_vectors, slice_starts, stride
 
 THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
 ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
@@ -14,16 +15,6 @@ IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32,
 LAYOUT = "P15QP15Q9P12q28I10I"
 BOX_M = 128  # rows of x that TMA brings at once where they follow one another
 BOX_N, BOX_K = 128, 64  # of W's rows and columns that TMA brings at once; 64 × 64 where its elements lie side by side along N
-
-
-def _vectors(t: Tensor | None, unit: int) -> bool:
-    """Whether t's elements lie side by side along axis `unit`, and every such row starts at a multiple of 16 bytes."""
-    if t is None:
-        return True
-    each = 16 // t.element_size()
-    axes = [axis for axis in range(t.dim()) if axis != unit % t.dim() and t.shape[axis] > 1]
-    side_by_side = t.stride(unit) == 1 or t.shape[unit] == 1
-    return side_by_side and t.data_ptr() % 16 == 0 and all(t.stride(axis) % each == 0 for axis in axes)
 
 
 def transposed(w: Tensor) -> bool:
@@ -50,13 +41,13 @@ def fits(
         return False
     if x.shape[2] == 0:  # a tensor map has no axis of size 0
         return False
-    if not (_vectors(x, 2) and _vectors(out, 2) and _vectors(w, 2 if along_n else 3)) or 0 in w.stride():
+    if not (rows_of_vectors(x, 2) and rows_of_vectors(out, 2) and rows_of_vectors(w, 2 if along_n else 3)) or 0 in w.stride():
         return False
     if x.stride(0) * 2 >= 1 << 32 or not (bias is None or bias.stride(2) == 1 or bias.shape[2] == 1):
         return False
     if h is None:
         return True
-    return b.shape[4] % 8 == 0 and b.shape[0] <= MAX_SLOTS and h[0].is_contiguous() and _vectors(b, 3 if along_n else 4)
+    return b.shape[4] % 8 == 0 and b.shape[0] <= MAX_SLOTS and h[0].is_contiguous() and rows_of_vectors(b, 3 if along_n else 4)
 
 
 def _map_of(w: Tensor, along_n: bool) -> list[int]:
@@ -105,12 +96,6 @@ def product(
     kernel = f"linear_bf16{'_narrow' if narrow else ''}{'_transposed' if along_n else ''}"
     function = module.function(name, kernel, shared)
 
-    def stride(t: Tensor | None, axis: int) -> int:
-        return 0 if t is None or t.shape[axis] == 1 else t.stride(axis)
-
-    starts = [0] * (MAX_SLICES + 1)
-    for i, size in enumerate(sizes or ()):
-        starts[i + 1] = starts[i] + size
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
     flags |= BIAS32 if bias is not None and bias.dtype == torch.float32 else 0
     flags |= OUT32 if out.dtype == torch.float32 else 0
@@ -133,7 +118,7 @@ def product(
         stride(bias, 0), stride(bias, 1), stride(out, 0), stride(out, 1), 0 if weights is None else weights.stride(0),
         2 * stride(x, 0), 2 * stride(both, 0), rows, 0 if h is None else b.shape[0], x.shape[2], columns, 0 if h is None else h.shape[3], w.shape[0],
         x_div, h_div, id_div, groups, sum_groups, h_groups, rank_block, mode, tile_group, flags,
-        0 if sizes is None else len(sizes), *starts, *[0] * 10,
+        0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 10,
     )  # fmt: skip
     cuda.launch(function, (programs, 1, 1), THREADS, LAYOUT, values, shared=shared, pdl=bool(flags & OVERLAP))
     return True
