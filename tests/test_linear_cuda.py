@@ -291,7 +291,7 @@ def test_masked_routes_behind_few_others(choose):
             masked = ((ids < 0) | (ids >= 5)).flatten()
             assert_bits(y[masked], torch.zeros_like(y[masked]))
             assert torch.isfinite(y).all()
-    assert answers == [True] * 4
+    assert answers and all(answers), "what is repeated is not asked again"
 
 
 @gpu
