@@ -64,16 +64,18 @@ def test_curve(case, contender, figure, figures, timer):
         pytest.fail(f"exactness gate on {w.name}: {wrong}: no figure from a wrong kernel")
     count = measure.sets_for(workloads.bytes_per_set(w), most=2 if case.tiny else 16)
     sets = [workloads.random_set(w, case.device, seed) for seed in range(count)]
-    calls, more = calls_of(w, sets, case.shared, None), {}
-    more["hot_us"] = timer.hot_us(calls[0])
-    given = None
+    calls, given = calls_of(w, sets, case.shared, None), None
     if len(plans) > 1:
-        given = more["given_us"] = timer.graph_us(calls_of(w, sets, case.shared, plans[1]), ROUNDS)
-    if w.before in figures:
-        us_before, given_before = figures[w.before]
-        more["jump"] = lambda us: us / us_before
-        more["given_jump"] = given and given / given_before
-    if w.beside in figures:
-        more |= {"beside": w.beside, "times_beside": lambda us: us / figures[w.beside][0]}
-    us = figure(w, "curve", contender, timer.graph(calls), rounds=ROUNDS, **more)
+        given = timer.graph_us(calls_of(w, sets, case.shared, plans[1]), ROUNDS)
+
+    def after(us: float) -> dict:
+        more = {"given_us": given, "hot_us": timer.hot_us(calls[0])}
+        if w.before in figures:
+            us_before, given_before = figures[w.before]
+            more |= {"jump": us / us_before, "given_jump": given and given / given_before}
+        if w.beside in figures:
+            more |= {"beside": w.beside, "times_beside": us / figures[w.beside][0]}
+        return more
+
+    us = figure(w, "curve", contender, timer.graph(calls), rounds=ROUNDS, after=after)
     figures[w.name] = us, given or us

@@ -101,28 +101,31 @@ def most(request):
 def test_delta(case, contender, device, figure, timer, most):
     w, shared = case
     forward, sets = checked(w, shared, contender, device, most)
-    more = {}
-    if contender == "ours":
+    rest = measure.rests(w)
+
+    def beside(us: float) -> dict:
         import grouped_lora_ops
 
         def plan():
             return grouped_lora_ops.expert_plan(shared["expert_ids"], shared["adapter_ids"], w.experts, w.slots)
 
-        given = ours(w, shared, plan())
-        more["plan_us"] = timer.graph_us([plan] * 4, rounds=5)
-        more["given_us"] = timer.graph_us(calls_of(given, sets))
-        more["host_us"], more["host_median_us"] = timer.host_us(lambda: forward(*tensors(sets[0])))
-    figure(w, "expert_delta", contender, timer.graph(calls_of(forward, sets)), **more)
+        found = {"given_us": timer.graph_us(calls_of(ours(w, shared, plan()), sets), rest=rest)}
+        found["plan_us"] = timer.graph_us([plan] * 4, rounds=5)
+        of_host = timer.host_us(lambda: forward(*tensors(sets[0])))
+        return found | dict(zip(("host_us", "host_median_us"), of_host, strict=True))
+
+    round_us = timer.graph(calls_of(forward, sets), rest=rest)
+    figure(w, "expert_delta", contender, round_us, after=beside if contender == "ours" else None)
 
 
 @pytest.mark.parametrize("case", workloads.SKEWED, indirect=True, ids=lambda w: w.name)
 def test_skew(case, contender, device, figure, timer, most):
     w, shared = case
     forward, sets = checked(w, shared, contender, device, most)
-    now, twin_us, twins = timer.graph_us(calls_of(forward, sets)), 0.0, workloads.twins(w)
+    rest, twin_us, twins = measure.rests(w), 0.0, workloads.twins(w)
     for twin, share in twins:
-        us = timer.graph_us(calls_of(*checked(twin, workloads.shared_inputs(twin, device), contender, device, most)))
-        twin_us += share * us
-    more = {"twin_us": twin_us, "times_twin": now / twin_us, "times_bar": workloads.SKEW_BAR}
-    more["twins"] = [[twin.T, round(share, 3)] for twin, share in twins]
-    figure(w, "expert_delta", contender, timer.graph(calls_of(forward, sets)), **more)
+        calls = calls_of(*checked(twin, workloads.shared_inputs(twin, device), contender, device, most))
+        twin_us += share * timer.graph_us(calls, rest=rest)
+    more = {"twin_us": twin_us, "times_bar": workloads.SKEW_BAR, "twins": [[twin.T, round(share, 3)] for twin, share in twins]}
+    round_us = timer.graph(calls_of(forward, sets), rest=rest)
+    figure(w, "expert_delta", contender, round_us, after=lambda us: {"times_twin": us / twin_us}, **more)

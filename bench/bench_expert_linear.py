@@ -18,6 +18,7 @@ import grouped_lora_ops as glo
 
 from . import expert_contenders as who
 from . import expert_linear_workloads as workloads
+from . import measure
 from .conftest import shortlist
 
 CONTENDERS = who.NAMES
@@ -98,7 +99,7 @@ def case(request, device):
 
 def run(layer: Layer, contender: str, figure, timer) -> None:
     """Check, time, keep the row; ours with all that stands beside it."""
-    w, op = layer.w, layer.op
+    w, op, rest = layer.w, layer.op, measure.rests(layer.w)
     if layer.count and contender in ("ours", "no_lora") and layer.mismatch:
         pytest.fail(f"exactness gate on {w.name}: {layer.mismatch}: no figure from a wrong kernel")
     variant, calls = layer.best(contender, timer)
@@ -106,19 +107,22 @@ def run(layer: Layer, contender: str, figure, timer) -> None:
         pytest.skip(f"{contender} has no way to run {w.name}")
     more = {"variant": variant, "peak_mib": timer.peak_mib(calls[0]), "sets": len(calls)}
     if contender != "ours":
-        figure(w, op, contender, timer.graph(calls), **more)
+        figure(w, op, contender, timer.graph(calls, rest=rest), **more)
         return
     for name, other in (("base_us", "torch"), ("torch_lora_us", "torch_lora"), ("parent_us", "no_lora")):
         beside = layer.best(other, timer)[1]
-        more[name] = timer.graph_us(beside) if beside else None
-    more["given_us"] = timer.graph_us(layer.calls(who.ours(op, w, layer.shared, plan=layer.plan())))
-    if op == "expert_linear" and more["base_us"]:
-        more["sorted_us"] = timer.graph_us(who.sorted_linear(w, layer.shared, layer.sets))
-    now = timer.graph_us(calls)
-    more["tax"] = now / more["parent_us"]
-    if more["base_us"]:
-        more |= {"times_base": now / more["base_us"], "times_bar": w.bar(op)}
-    figure(w, op, contender, timer.graph(calls), **more)
+        more[name] = timer.graph_us(beside, rest=rest) if beside else None
+
+    def after(us: float) -> dict:
+        given = layer.calls(who.ours(op, w, layer.shared, plan=layer.plan()))
+        found = {"tax": us / more["parent_us"], "given_us": timer.graph_us(given, rest=rest)}
+        if more["base_us"]:
+            found |= {"times_base": us / more["base_us"], "times_bar": w.bar(op)}
+            if op == "expert_linear":
+                found["sorted_us"] = timer.graph_us(who.sorted_linear(w, layer.shared, layer.sets), rest=rest)
+        return found
+
+    figure(w, op, contender, timer.graph(calls, rest=rest), after=after, **more)
 
 
 @pytest.mark.parametrize("case", workloads.EXPERT_LINEAR, indirect=True, ids=lambda w: w.name)

@@ -109,19 +109,23 @@ def test_train(case, contender, figure, timer):
     best = min(tried, key=tried.__getitem__) if tried else next(iter(steps))
     calls, forwards = steps[best], [ways[best].only_forward(t) for t in sets]
     more = {"variant": best, "variants": tried, "dropped": dropped, "sets": len(sets)}
-    more["forward_us"] = timer.graph_us(forwards) if captured else timer.eager_us(forwards)
-    more["peak_mib"], more["eager_us"] = timer.peak_mib(calls[0]), timer.eager_us(calls)
+    rest = measure.rests(w)
+
+    def after(us: float) -> dict:
+        found = {"forward_us": timer.graph_us(forwards, rest=rest) if captured else timer.eager_us(forwards)}
+        found |= {"peak_mib": timer.peak_mib(calls[0]), "eager_us": timer.eager_us(calls)}
+        if contender == "torch":
+            return found
+        found["given_us"] = timer.graph_us([case.way(case.plan()).step(t, grad) for t in sets], rest=rest)
+        if case.torch_us or case.torch_eager_us:
+            times = us / case.torch_us if case.torch_us else found["eager_us"] / case.torch_eager_us
+            found |= {"times_bar": workloads.TIMES_TORCH, "times_torch": times}
+        return found
+
+    if captured:
+        us = figure(w, "expert_train", contender, timer.graph(calls, rest=rest), after=after, **more)
+    else:
+        more["method"] = measure.METHOD_EAGER
+        us = figure(w, "expert_train", contender, lambda: timer.eager_us(calls, rounds=1), rounds=3, after=after, **more)
     if contender == "torch":
-        if captured:
-            case.torch_us = figure(w, "expert_train", contender, timer.graph(calls), **more)
-        else:
-            more["method"] = measure.METHOD_EAGER
-            case.torch_eager_us = figure(
-                w, "expert_train", contender, lambda: timer.eager_us(calls, rounds=1), rounds=3, **more
-            )
-        return
-    more["given_us"] = timer.graph_us([case.way(case.plan()).step(t, grad) for t in sets])
-    if case.torch_us or case.torch_eager_us:
-        more["times_bar"] = workloads.TIMES_TORCH
-        more["times_torch"] = lambda us: us / case.torch_us if case.torch_us else more["eager_us"] / case.torch_eager_us
-    figure(w, "expert_train", contender, timer.graph(calls), **more)
+        case.torch_us, case.torch_eager_us = (us, None) if captured else (None, us)

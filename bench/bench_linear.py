@@ -9,6 +9,8 @@ Where the weight is e4m3 (`wo_a_g4_e4m3`) the base is a bf16 product with the de
 torch._scaled_mm for each group, x quantised by 128 columns of a token beforehand, or `scaled_mm` says why it does not run.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -74,13 +76,13 @@ def scaled_mm(t):
     ]
 
 
-def scaled_mm_time(w, sets, timer) -> dict:
+def scaled_mm_time(sets, timed) -> dict:
     try:
         sets = [quantised(t) for t in sets]
         error = (torch.stack(scaled_mm(sets[0]), 1).float() - base(sets[0]).float()).norm() / base(sets[0]).float().norm()
     except Exception as reason:  # a shape, a GPU or a release that it does not know
         return {"scaled_mm": f"{type(reason).__name__}: {str(reason).splitlines()[0][:120]}"}
-    return {"scaled_mm_us": timer.graph_us([lambda t=t: scaled_mm(t) for t in sets]), "scaled_mm_error": float(error)}
+    return {"scaled_mm_us": timed([lambda t=t: scaled_mm(t) for t in sets]), "scaled_mm_error": float(error)}
 
 
 def apart(w, shared, plan):
@@ -119,21 +121,25 @@ def test_linear(case, contender, device, figure, timer, request):
     def calls(way):
         return [lambda t=t: way(t) for t in sets]
 
+    rest = measure.rests(w)
+    timed = partial(timer.graph_us, rest=rest)
     if contender == "torch":
-        figure(w, "linear", contender, timer.graph(calls(base)), variant="base alone")
+        figure(w, "linear", contender, timer.graph(calls(base), rest=rest), variant="base alone")
         return
     fused = calls(ours(w, shared, plan))
     more = {
-        "base_us": timer.graph_us(calls(base)),
-        "apart_us": timer.graph_us(calls(apart(w, shared, plan))),
-        "parent_us": timer.graph_us(calls(parent(w, shared))),
-        "hot_us": timer.hot_us(fused[0]),
+        "base_us": timed(calls(base)),
+        "apart_us": timed(calls(apart(w, shared, plan))),
+        "parent_us": timed(calls(parent(w, shared))),
     }
     if w.scaled:
-        more |= scaled_mm_time(w, sets, timer)
-    now = timer.graph_us(fused)
-    more |= {"times_base": now / more["base_us"], "times_bar": w.bar, "tax": now / more["parent_us"]}
-    us = figure(w, "linear", contender, timer.graph(fused), **more)
+        more |= scaled_mm_time(sets, timed)
+
+    def beside(us: float) -> dict:
+        ratios = {"times_base": us / more["base_us"], "times_bar": w.bar, "tax": us / more["parent_us"]}
+        return ratios | {"hot_us": timer.hot_us(fused[0])}
+
+    us = figure(w, "linear", contender, timer.graph(fused, rest=rest), after=beside, **more)
     print(
         f"\n{w.name}: {us:.1f} µs, base alone {more['base_us']:.1f} ({us / more['base_us']:.2f} ×, bar {w.bar} ×), base then delta_ "
         f"{more['apart_us']:.1f}, without LoRA {more['parent_us']:.1f}, floor {workloads.floor_us(w):.1f}"

@@ -43,11 +43,11 @@ def test_tax(case, contender, device, figure, timer, request):  # noqa: F811
     def calls(way):
         return [lambda t=t: way(t) for t in sets]
 
-    fused = calls(ours(w, shared, plan))
-    base_us = timer.graph_us(calls(base))
-    apart_us = timer.graph_us(calls(apart(w, shared, plan)))
+    fused, rest = calls(ours(w, shared, plan)), measure.rests(w)
+    base_us = timer.graph_us(calls(base), rest=rest)
+    apart_us = timer.graph_us(calls(apart(w, shared, plan)), rest=rest)
     more = {"base_us": base_us, "apart_us": apart_us, "peak_mib": timer.peak_mib(fused[0])}
-    us = figure(w, "tax", contender, timer.graph(fused), **more)
+    us = figure(w, "tax", contender, timer.graph(fused, rest=rest), **more)
     taxes = [f"{100 * (part / base_us - 1):+.0f} %" for part in (us, apart_us)]
     print(
         f"\n{w.name}: base {base_us:.1f} µs, linear {us:.1f} ({taxes[0]}), base then delta_ {apart_us:.1f} ({taxes[1]})"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from . import contenders as who
+from . import measure
 from .conftest import shortlist
 from .workloads import TRAINING, integer_set
 
@@ -79,15 +80,10 @@ def test_train(case, contender, figure, timer):
                 assert error < 5e-2, f"torch's {name}: {part} is off by {error:.3g} of the largest value"
     tried = shortlist(timer, ways)
     best = min(tried, key=tried.__getitem__) if tried else next(iter(ways))
-    peak = timer.peak_mib(ways[best][0])
-    eager = timer.eager_us(ways[best])
-    figure(
-        w,
-        "train",
-        contender,
-        timer.graph(ways[best]),
-        variant=best,
-        variants=tried,
-        peak_mib=peak,
-        eager_us=eager,
-    )
+    calls = ways[best]
+
+    def after(us: float) -> dict:
+        return {"peak_mib": timer.peak_mib(calls[0]), "eager_us": timer.eager_us(calls)}
+
+    round_us = timer.graph(calls, rest=measure.rests(w))
+    figure(w, "train", contender, round_us, after=after, variant=best, variants=tried)

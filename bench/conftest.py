@@ -227,9 +227,10 @@ def keep(benchmark, request, timer):
 
 @pytest.fixture
 def figure(benchmark, keep):
-    """figure(w, op, contender, round_us, …): time it, hand it to pytest-benchmark, keep the row. A function in … is called with the µs."""
+    """figure(w, op, contender, round_us, …): time it, hand it to pytest-benchmark, keep the row with … and what `after` makes of the µs:
+    ratios, and what is timed behind the figure's rounds, as the GPU may be slower then."""
 
-    def time_it(w: Workload, op: str, contender: str, round_us, rounds: int = measure.ROUNDS, **more) -> float:
+    def time_it(w: Workload, op: str, contender: str, round_us, rounds: int = measure.ROUNDS, after=None, **more) -> float:
         times = []
 
         def one_round():
@@ -242,7 +243,7 @@ def figure(benchmark, keep):
         us = statistics.median(times)
         if len(times) >= 4:
             more["q1_us"], _, more["q3_us"] = statistics.quantiles(times, n=4, method="inclusive")
-        more = {key: value(us) if callable(value) else value for key, value in more.items()}
+        more |= after(us) if after else {}
         keep(results.row(w, op, contender, us, min_us=min(times), **more), w.peers)
         return us
 
@@ -275,11 +276,13 @@ def measure_op(figure, timer, case, contender):
             pytest.skip(f"{contender} has no way to run {op} on {w.name}{why}")
         best = min(tried, key=tried.__getitem__) if tried else next(iter(ways))
         calls = ways[best]
-        if contender == "ours":
-            more["hot_us"] = timer.hot_us(calls[0])
-            more["eager_us"] = timer.eager_us(calls)
-            more["host_us"], more["host_median_us"] = timer.host_us(calls[0])
-        figure(w, op, contender, timer.graph(calls), variant=best, variants=tried, **more)
+
+        def beside(us: float) -> dict:
+            found = {"hot_us": timer.hot_us(calls[0]), "eager_us": timer.eager_us(calls)}
+            return found | dict(zip(("host_us", "host_median_us"), timer.host_us(calls[0]), strict=True))
+
+        round_us = timer.graph(calls, rest=measure.rests(w))
+        figure(w, op, contender, round_us, after=beside if contender == "ours" else None, variant=best, variants=tried, **more)
 
     return run
 

@@ -23,6 +23,7 @@ __all__ = [
     "METHOD_CPU",
     "METHOD_EAGER",
     "METHOD_GPU",
+    "RESTS_FROM",
     "ROUNDS",
     "SHORTLIST_ROUNDS",
     "Call",
@@ -31,12 +32,14 @@ __all__ = [
     "advance",
     "gpu_clock",
     "host_us",
+    "rests",
     "sets_for",
     "timer_for",
 ]
 
 SHORTLIST_ROUNDS = 5  # per variant of a contender, to find the best one, which then gets all rounds
 METHOD_EAGER = "eager calls between two CUDA events, minimum of 3 rounds"
+RESTS_FROM = 1024  # tokens: from there on products can keep a GPU at full power; with fewer they wait for memory
 
 _clock = 0.0  # seconds
 
@@ -49,3 +52,8 @@ def gpu_clock() -> float:
 def advance(us: float) -> None:
     global _clock
     _clock += us * 1e-6
+
+
+def rests(w) -> bool:
+    """Whether the GPU idles for a moment ahead of each figure of w, so that all of them begin at the same clocks."""
+    return w.T >= RESTS_FROM

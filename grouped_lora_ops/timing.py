@@ -20,6 +20,7 @@ Call = Callable[[], object]
 
 ROUNDS = 15
 L2_FLUSH_BYTES = 192 << 20  # more than three times the H200's 60 MB L2
+REST = 0.05  # seconds
 METHOD_GPU = "CUDA graph, one call per input set, L2 flushed before each replay, median of 15"
 METHOD_CPU = "CPU wall clock at tiny sizes: not a figure"
 
@@ -63,14 +64,22 @@ class GpuTimer:
                 call()
         torch.cuda.synchronize(self.device)
 
-    def graph(self, calls: Sequence[Call], flush: bool = True) -> Callable[[], float]:
-        """A function that replays the calls once and returns µs per call. It holds the graph: drop it to free
-        memory."""
+    def rest(self) -> None:
+        """An idle moment, so that what ran before does not slow what is timed next: tens of ms at full power lower the clocks
+        (a product of 8192 tokens of `linear` took 10 to 14 % longer behind 50 ms of itself)."""
+        torch.cuda.synchronize(self.device)
+        time.sleep(REST)
+
+    def graph(self, calls: Sequence[Call], flush: bool = True, rest: bool = False) -> Callable[[], float]:
+        """A function that replays the calls once and returns µs per call; `rest` before it is returned. It holds the graph: drop it
+        to free memory."""
         self.warm(calls)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self.stream):
             for call in calls:
                 call()
+        if rest:
+            self.rest()
 
         def round_us() -> float:
             with torch.cuda.stream(self.stream):
@@ -85,8 +94,8 @@ class GpuTimer:
 
         return round_us
 
-    def graph_us(self, calls: Sequence[Call], rounds: int = ROUNDS, flush: bool = True) -> float:
-        round_us = self.graph(calls, flush)
+    def graph_us(self, calls: Sequence[Call], rounds: int = ROUNDS, flush: bool = True, rest: bool = False) -> float:
+        round_us = self.graph(calls, flush, rest)
         round_us()
         return statistics.median(round_us() for _ in range(rounds))
 
@@ -133,8 +142,13 @@ class WallTimer:
         for call in calls:
             call()
 
-    def graph(self, calls: Sequence[Call], flush: bool = True) -> Callable[[], float]:
+    def rest(self) -> None:
+        pass
+
+    def graph(self, calls: Sequence[Call], flush: bool = True, rest: bool = False) -> Callable[[], float]:
         self.warm(calls)
+        if rest:
+            self.rest()
 
         def round_us() -> float:
             start = time.perf_counter()
@@ -144,8 +158,8 @@ class WallTimer:
 
         return round_us
 
-    def graph_us(self, calls: Sequence[Call], rounds: int = ROUNDS, flush: bool = True) -> float:
-        round_us = self.graph(calls, flush)
+    def graph_us(self, calls: Sequence[Call], rounds: int = ROUNDS, flush: bool = True, rest: bool = False) -> float:
+        round_us = self.graph(calls, flush, rest)
         return statistics.median(round_us() for _ in range(rounds))
 
     def hot_us(self, call: Call, repeat: int = 2) -> float:

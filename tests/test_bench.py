@@ -3,10 +3,12 @@ run."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,16 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import curve_workloads, linear_workloads, measure, results, workloads  # noqa: E402
+from bench import (  # noqa: E402
+    curve_workloads,
+    expert_linear_workloads,
+    expert_train_workloads,
+    expert_workloads,
+    linear_workloads,
+    measure,
+    results,
+    workloads,
+)
 from grouped_lora_ops.report import runs as result_files  # noqa: E402
 
 # name: floor and bar as the tables print them
@@ -262,6 +273,92 @@ def test_the_curves_gate_notices_a_wrong_bit_with_a_plan_and_without(broken, mon
     assert bench_curve.mismatch(case, plans) is None
     monkeypatch.setitem(contenders._OURS, "delta", wrong)
     assert bench_curve.mismatch(case, plans).endswith(", plan given") == (broken == "plan")
+
+
+# --- what is timed in which order ---
+
+
+def one_of(suite: str, figure, timer) -> None:
+    """The test of ours on one workload of a suite, tiny, as pytest would call it."""
+    from bench.bench_expert_linear import Layer
+    from bench.conftest import Case
+
+    cpu, options = torch.device("cpu"), SimpleNamespace(config=SimpleNamespace(getoption=lambda name: True))
+    module = importlib.import_module("bench.bench_" + suite.removesuffix(" skew"))
+    if suite in ("linear", "tax"):
+        w = (linear_workloads.SCALED if suite == "linear" else linear_workloads.TAX)[0].tiny()
+        getattr(module, f"test_{suite}")((w, workloads.shared_inputs(w, cpu)), "ours", cpu, figure, timer, options)
+    elif suite in ("expert_linear", "expert_mlp"):
+        w = getattr(expert_linear_workloads, suite.upper())[0].tiny()
+        getattr(module, f"test_{suite}")(Layer(w, suite, cpu, True), "ours", figure, timer)
+    elif suite == "expert_train":
+        layer = module.Trained(expert_train_workloads.TRAINING[0].tiny(), cpu, True)
+        module.test_train(layer, "ours", figure, timer)
+    elif suite == "curve":
+        module.test_curve(Case(curve_workloads.CURVE[0].tiny(), "delta", cpu, True), "ours", figure, {}, timer)
+    elif suite == "wgrad":
+        module.test_train(Case(workloads.TRAINING[0].tiny(), "train", cpu, True), "ours", figure, timer)
+    else:
+        skew = suite.endswith("skew")
+        w = (expert_workloads.SKEWED if skew else expert_workloads.EXPERTS)[0].tiny()
+        test = module.test_skew if skew else module.test_delta
+        test((w, expert_workloads.shared_inputs(w, cpu)), "ours", cpu, figure, timer, 2)
+
+
+SUITES = ["linear", "tax", "expert_linear", "expert_mlp", "expert_train", "expert_delta", "expert_delta skew", "wgrad", "curve"]
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_figures_begin_rested_and_ahead_of_what_tires_the_gpu(suite, monkeypatch):
+    """Eight products back to back ahead of a row's own rounds made them 10 to 14 % longer; ratios are of the row's own rounds."""
+    pytest.importorskip("pytest_benchmark")
+    seen, rows = [], []
+
+    class Timer(measure.WallTimer):
+        def graph(self, calls, flush=True, rest=False):
+            seen.append("rested" if rest else "not rested")
+            return super().graph(calls, flush, rest)
+
+        def graph_us(self, calls, rounds=measure.ROUNDS, flush=True, rest=False):
+            seen.append("rested" if rest or rounds < measure.ROUNDS else "not rested")
+            return 2.0
+
+        def hot_us(self, call, repeat=2):
+            return seen.append("tires") or 2.0
+
+        def eager_us(self, calls, rounds=3):
+            return seen.append("tires") or 2.0
+
+        def host_us(self, call):
+            return (seen.append("tires") or 2.0,) * 2
+
+    def figure(w, op, contender, round_us, rounds=1, after=None, **more):
+        seen.append("figure")
+        rows.append(more | (after(1.0) if after else {}))
+        return 1.0
+
+    monkeypatch.setattr(measure, "RESTS_FROM", 1)
+    one_of(suite, figure, Timer(torch.device("cpu")))
+    ahead = seen[: seen.index("figure")]
+    assert ahead[-1] == "rested" or suite == "curve", "its batches are small"
+    assert "tires" not in ahead and ("not rested" not in seen or suite == "curve")
+    assert ("tires" in seen) == (suite in ("linear", "expert_train", "expert_delta", "wgrad", "curve"))
+    ratios = {"linear": ["times_base", "tax"], "expert_linear": ["times_base", "tax"], "expert_mlp": ["times_base", "tax"]}
+    for name in ratios.get(suite, []) + ["times_twin"] * suite.endswith("skew"):
+        assert rows[0][name] == 0.5, name
+
+
+def test_a_timer_rests_behind_the_calls_that_warm_up(monkeypatch):
+    seen = []
+
+    class Timer(measure.WallTimer):
+        def rest(self):
+            seen.append("rest")
+
+    timer = Timer(torch.device("cpu"))
+    timer.graph_us([lambda: seen.append("call")], rounds=2, rest=True)
+    timer.graph_us([lambda: seen.append("call")], rounds=1)
+    assert seen == ["call", "rest", "call", "call"] + ["call"] * 2
 
 
 # --- the suites themselves, tiny, on the CPU ---
