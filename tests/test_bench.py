@@ -310,7 +310,7 @@ SUITES = ["linear", "tax", "expert_linear", "expert_mlp", "expert_train", "exper
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_figures_begin_rested_and_ahead_of_what_tires_the_gpu(suite, monkeypatch):
-    """Eight products back to back ahead of a row's own rounds made them 10 to 14 % longer; ratios are of the row's own rounds."""
+    """Eight products back to back ahead of a row's own rounds made them up to 14 % longer; ratios are of the row's own rounds."""
     pytest.importorskip("pytest_benchmark")
     seen, rows = [], []
 
