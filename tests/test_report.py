@@ -209,7 +209,8 @@ def test_the_curve_in_the_readme(tmp_path, readme):
     report(write(tmp_path / "a.json", run(*rows)), "--readme", readme)
     curve, beside = readme.read_text().split("64 slots of which")
     assert "| T | plain r 16, 1 slot | plain r 16, 8 slots |\n|---|---|---|\n| 8 | 4.0 | – |\n| 12 | 5.0 (1.25) | 6.0 |" in curve
-    assert "| T | plain, idle | plain, r16in256 |\n|---|---|---|\n| 8 | – | 8.0 |\n| 12 | 3.0 (0.50) | – |" in beside
+    assert "| T | plain, no adapter in the batch | plain, ranks of 16 padded to 256 |\n|---|---|---|\n" in beside
+    assert "|\n| 8 | – | 8.0 |\n| 12 | 3.0 (0.50) | – |" in beside
 
 
 def test_the_readme_shows_the_committed_results():
@@ -418,6 +419,49 @@ def test_a_curve_goes_through_the_measured_points():
     )
     assert panel.get_xscale() == panel.get_yscale() == "log"
     assert [t.get_text() for t in panel.get_xticklabels()] == ["1", "8", "64"]
+
+
+def panels_of(drawn, name) -> dict:
+    picture = next(picture for picture in drawn if picture.name == name)
+    return {axis.get_title(loc="left"): axis for axis in picture.figure.axes if axis.get_visible()}
+
+
+def points_of(panel) -> list:
+    return [(list(line.get_xdata()), [round(y, 6) for y in line.get_ydata()]) for line in panel.lines]
+
+
+def test_what_should_cost_nothing_is_drawn_beside_the_batch_without_it():
+    from grouped_lora_ops.report import pictures
+
+    curve = [
+        row(f"plain-{kind}-r16-S8-T{t}", us, "curve", beside=f"plain-r16-S8-T{t}", times_beside=us / (4.0 + t), active=active)
+        for kind, us, active in (("idle", 2.0, 0), ("r16in256", 9.0, 2))
+        for t in (1, 8, 64)
+    ]
+    skew = [row(f"skew-dsv3-down-two-r32-S1-T{t}", 30.0, "expert_delta", twin_us=10.0 + t) for t in (64, 256, 4096)]
+    old = row("extra-wo_a_none-r16-S8-T8", 2.5, active=0)
+    drawn = pictures.draw(runs.newest([run(*curve, *skew, old)])[H200])
+    panels = panels_of(drawn, "latency-curve-other")
+    assert list(panels) == ["plain, no adapter in the batch", "plain, ranks of 16 padded to 256"]
+    for panel in panels.values():
+        assert ([1, 8, 64], [5.0, 12.0, 68.0]) in points_of(panel)
+    (panel,) = panels_of(drawn, "latency-expert-delta-other").values()
+    assert ([64, 256, 4096], [74.0, 266.0, 4106.0]) in points_of(panel)
+    assert points_of(panels_of(drawn, "idle")["delta_ alone"]) == [([1, 8, 64], [2.0, 2.0, 2.0])], "the curve's, where there is one"
+
+
+def test_the_tax_shows_five_per_cent_and_a_thousand():
+    from grouped_lora_ops.report import pictures
+
+    rows = [
+        row(f"plain-r{rank}-a{active}-T64", us, "tax", active=active, base_us=10.0)
+        for active, times in ((0, 1.05), (32, 11.0))
+        for rank, us in ((8, 10.5), (256, 10.0 * times))
+    ]
+    (panel,) = panels_of(pictures.draw(runs.newest([run(*rows)])[H200]), "tax-plain").values()
+    shown = {t.get_text(): t.get_window_extent().y0 for t in panel.get_yticklabels()}
+    assert panel.get_yscale() == "symlog" and len(shown) == len(panel.get_yticklabels()), "no label twice"
+    assert shown["+10 %"] - shown["0"] > 10 and shown["+1000 %"] - shown["+100 %"] > 10, "pixels"
 
 
 def texts_of(figure):

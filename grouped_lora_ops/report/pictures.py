@@ -54,6 +54,8 @@ BAR = dict(color=MUTED, linestyle=":", linewidth=1.3)
 PEER = dict(color=ORANGE, marker="D", linestyle="-.", linewidth=1.2)
 BASE = dict(color=GREEN, linestyle="-", marker="s", linewidth=1.2)
 TORCH_LORA = dict(color=GREEN, linestyle="--", marker="s", linewidth=1.2)
+BESIDE = dict(color=RED, linestyle="-", marker="^", linewidth=1.2)
+OF_LAYERS = ((GREEN, "s"), (PINK, "P"), (SKY, "v"))
 STEPS = ((SKY, "v"), (BLUE, "o"), (GREEN, "s"), (ORANGE, "D"), (RED, "^"), (PINK, "P"))  # slots, adapters: few to many
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -159,6 +161,14 @@ def over_tokens(axis, counts: Iterable[int]) -> None:
     axis.xaxis.set_minor_locator(ticker.NullLocator())
 
 
+def per_cent(axis) -> None:
+    """An axis of per cent that shows +5 and +1000: linear up to 10, logarithmic beyond."""
+    axis.set_yscale("symlog", linthresh=10, linscale=0.6)
+    axis.yaxis.set_major_locator(ticker.FixedLocator([-100, -30, -10, 0, 10, 30, 100, 300, 1000, 3000]))
+    axis.yaxis.set_minor_locator(ticker.NullLocator())
+    axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:+.0f} %" if v else "0"))
+
+
 def log_values(axis) -> None:
     """A logarithmic axis of values with labels at 1, 2 and 5, or at 1 alone where that would be many."""
     axis.set_yscale("log")
@@ -194,6 +204,9 @@ def series(found: dict[tuple, dict], op: str | None = None) -> dict[tuple, dict[
     return out
 
 
+SPOKEN = {"curve": "delta_ without a plan"}  # ops of rows that are no op's name
+
+
 def curves(found: dict[tuple, dict]) -> Iterator[tuple[str, str, dict[tuple, list[dict]]]]:
     """(op, family, series of at least three T) of what is timed over T; the tax and the CPU's time have pictures of their own."""
     for (op, family), lines in sorted(series(found).items()):
@@ -203,7 +216,7 @@ def curves(found: dict[tuple, dict]) -> Iterator[tuple[str, str, dict[tuple, lis
 
 
 def about(op: str, family: str, lines: dict) -> str:
-    row = next(iter(next(iter(lines.values()))[0].values()))
+    row, op = next(iter(next(iter(lines.values()))[0].values())), SPOKEN.get(op, op)
     n = row.get("N")
     sizes = f"{row['D']} → {' + '.join(map(str, n)) if isinstance(n, list) else n}" if "D" in row and n else ""
     groups = f"{row['G']} groups of " if (row.get("G") or 1) > 1 and not isinstance(n, list) else ""
@@ -238,8 +251,26 @@ def latency(found: dict[tuple, dict]) -> Iterator[Picture]:
     for op, lines in others.items():
         columns = min(4, len(lines))
         places = {key: divmod(n, columns) for n, key in enumerate(lines)}
-        titles = {key: f"{key[0]}, {panel_title(None if op == 'plan' else key[1], key[2])}" for key in lines}
-        yield _latency(f"latency-{slug(op)}-other", f"{op}, one panel a shape", lines, places, titles)
+        titles = {}
+        for key, points in lines.items():
+            layer, kind = results.kind(next(iter(points[0].values())))
+            titles[key] = f"{layer}, {kind or panel_title(None if op == 'plan' else key[1], key[2])}"
+        yield _latency(f"latency-{slug(op)}-other", f"{SPOKEN.get(op, op)}, one panel a shape", lines, places, titles)
+
+
+def beside_us(row: dict) -> float | None:
+    return row["us"] / row["times_beside"] if row.get("times_beside") else None
+
+
+LINES = (  # what stands beside the contenders: label, look, what a row has of it
+    ("best published peer", PEER, lambda row: row.get("best_peer_us")),
+    ("floor", FLOOR, lambda row: row.get("floor_us")),
+    ("the project's bar", BAR, lambda row: row.get("bar_us")),
+    ("torch, the base alone", BASE, lambda row: row.get("base_us")),
+    ("torch, with LoRA", TORCH_LORA, lambda row: row.get("torch_lora_us")),
+    ("the batch without that", BESIDE, beside_us),
+    ("uniform routing, same bytes", BESIDE, lambda row: row.get("twin_us")),
+)
 
 
 def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> Picture:
@@ -247,7 +278,7 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
     figure, axes = grid_of_panels(*(1 + max(place[i] for place in places.values()) for i in (0, 1)))
     every = [r for points in lines.values() for p in points for r in p.values()]
     contenders = [name for name in CONTENDERS if any(r["contender"] == name for r in every)]
-    published, bars, bases, theirs = (any(r.get(key) for r in every) for key in ("best_peer_us", "bar_us", "base_us", "torch_lora_us"))
+    others = [(label, look, read) for label, look, read in LINES if label == "floor" or any(read(r) for r in every)]
     taken = {place: key for key, place in places.items()}
     for i, row in enumerate(axes):
         for j, axis in enumerate(row):
@@ -255,14 +286,8 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
                 axis.set_visible(False)
                 continue
             points = lines[taken[i, j]]
-            for key, look in (
-                ("floor_us", FLOOR),
-                *([("bar_us", BAR)] if bars else []),
-                *([("best_peer_us", PEER)] if published else []),
-                *([("torch_lora_us", TORCH_LORA)] if theirs else []),
-                *([("base_us", BASE)] if bases else []),
-            ):
-                axis.plot(*values(points, lambda p, key=key: next(iter(p.values())).get(key)), **look)
+            for _, look, read in others:
+                axis.plot(*values(points, lambda p, read=read: read(next(iter(p.values())))), **look)
             for contender in reversed(contenders):
                 drawn = values(points, lambda p, contender=contender: p[contender]["us"] if contender in p else None)
                 axis.plot(*drawn, **look_of(contender))
@@ -274,14 +299,7 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
             if not any((later, j) in taken for later in range(i + 1, len(axes))):
                 axis.set_xlabel("T, tokens")
                 axis.tick_params(labelbottom=True)
-    looks = {contender: look_of(contender) for contender in contenders}
-    looks |= (
-        ({"best published peer": PEER} if published else {})
-        | {"floor": FLOOR}
-        | ({"the project's bar": BAR} if bars else {})
-        | ({"torch, the base alone": BASE} if bases else {})
-        | ({"torch, with LoRA": TORCH_LORA} if theirs else {})
-    )
+    looks = {contender: look_of(contender) for contender in contenders} | {label: look for label, look, _ in others}
     legend(figure, [Line2D([], [], label=label, **look) for label, look in looks.items()])
     text = "Lower is better; both axes are logarithmic. The floor is what moving the bytes (or the arithmetic) takes."
     return Picture(name, "Latency", title, text, figure)
@@ -290,7 +308,9 @@ def _latency(name: str, title: str, lines: dict, places: dict, titles: dict) -> 
 def roofline(found: dict[tuple, dict]) -> Iterator[Picture]:
     """A picture for each op, a panel for each family and rank."""
     by_op: dict[str, dict[tuple, dict]] = {}
+    titles: dict[str, str] = {}
     for op, family, lines in curves(found):
+        titles[family] = ", ".join(filter(None, results.kind(next(iter(next(iter(lines.values()))[0].values())))))
         for (rank, slots), points in lines.items():
             x, y = values(points, lambda p: (p.get("ours") or {}).get("pct_of_floor"))
             if len(x) >= 3:
@@ -311,7 +331,7 @@ def roofline(found: dict[tuple, dict]) -> Iterator[Picture]:
             over_tokens(axis, every)
             axis.set_ylim(0, 100)
             axis.yaxis.set_major_locator(ticker.MultipleLocator(20))
-            axis.set_title(f"{family}, rank {rank}" if rank and op != "plan" else family)
+            axis.set_title(titles[family] + (f", rank {rank}" if rank and op != "plan" and titles[family] == family else ""))
             if n + columns >= len(panels):
                 axis.set_xlabel("T, tokens")
                 axis.tick_params(labelbottom=True)
@@ -319,7 +339,7 @@ def roofline(found: dict[tuple, dict]) -> Iterator[Picture]:
                 axis.set_ylabel("% of the roofline")
         legend(figure, [handle(panel_title(None, count), *STEPS[i % len(STEPS)]) for i, count in enumerate(slots)])
         text = "Floor over measured time: 100 % is all that memory (or the matrix units) can do. A launch costs some µs, so few tokens stay low."
-        yield Picture(f"roofline-{slug(op)}", "Roofline", f"{op}: per cent of the roofline", text, figure)
+        yield Picture(f"roofline-{slug(op)}", "Roofline", f"{SPOKEN.get(op, op)}: per cent of the roofline", text, figure)
 
 
 # --- the tax ---
@@ -342,7 +362,7 @@ def tax(found: dict[tuple, dict]) -> Iterator[Picture]:
         two_ways = any(tax_pct(row, "apart_us") is not None for row in rows)
         columns = min(3, len(counts))
         lines = -(-len(counts) // columns)
-        figure, axes = grid_of_panels(lines, columns, sharey=False)
+        figure, axes = grid_of_panels(lines, columns)
         for n, axis in enumerate(axes.flat):
             if n >= len(counts):
                 axis.set_visible(False)
@@ -362,7 +382,7 @@ def tax(found: dict[tuple, dict]) -> Iterator[Picture]:
                     )
             axis.axhline(0, color=INK, linewidth=0.9)
             over_tokens(axis, [row["rank"] for row in rows])
-            axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:+.0f} %" if v else "0"))
+            per_cent(axis)
             base = statistics.median(row["base_us"] for row in here)
             axis.set_title(
                 f"T = {counts[n]}, base {base:.1f} µs" if base < 100 else f"T = {counts[n]}, base {base:.0f} µs"
@@ -380,8 +400,8 @@ def tax(found: dict[tuple, dict]) -> Iterator[Picture]:
             handles += [handle("linear (one kernel)", MUTED), handle("base, then delta_", MUTED, "", "--", 1.1)]
         legend(figure, handles)
         text = (
-            "Time over that of PyTorch's base product alone, in per cent, by the adapters that occur in the batch. Each T has a scale of "
-            "its own. Below 0, linear is faster than the library product."
+            "Time over that of PyTorch's base product alone, in per cent, by the adapters that occur in the batch; logarithmic beyond "
+            "10 %. Below 0, linear is faster than the library product."
         )
         yield Picture(f"tax-{slug(layer)}", "LoRA's tax", f"What LoRA adds to {layer}", text, figure)
 
@@ -390,9 +410,11 @@ def idle(found: dict[tuple, dict]) -> Iterator[Picture]:
     """What a batch without adapters pays."""
     layers = {layer: [row for row in rows if row["active"] == 0] for layer, rows in sorted(taxed(found).items())}
     layers = {layer: rows for layer, rows in layers.items() if rows}
-    alone = [
-        p["ours"] for (op, _), p in found.items() if op == "delta" and "ours" in p and p["ours"].get("active") == 0
-    ]
+    alone: dict[str, dict[str, list[dict]]] = {}
+    for (op, _), p in found.items():
+        if op in ("delta", "curve") and "ours" in p and p["ours"].get("active") == 0:
+            alone.setdefault(op, {}).setdefault(results.kind(p["ours"])[0], []).append(p["ours"])
+    alone = alone.get("curve") or alone.get("delta") or {}
     panels = [*layers, *(["delta_ alone"] if alone else [])]
     if not panels:
         return
@@ -413,16 +435,19 @@ def idle(found: dict[tuple, dict]) -> Iterator[Picture]:
         axis.set_title(layer)
     if alone:
         axis = axes[0][-1]
-        alone.sort(key=lambda row: row["T"])
-        axis.plot([row["T"] for row in alone], [row["us"] for row in alone], color=GREEN, marker="s")
-        over_tokens(axis, [row["T"] for row in alone])
+        for layer, (colour, marker) in zip(sorted(alone), OF_LAYERS):
+            rows = sorted(alone[layer], key=lambda row: row["T"])
+            axis.plot([row["T"] for row in rows], [row["us"] for row in rows], color=colour, marker=marker)
+        over_tokens(axis, [row["T"] for rows in alone.values() for row in rows])
         axis.set_ylim(bottom=0)
         axis.set_title("delta_ alone")
+        axis.set_ylabel("µs")
     for axis in axes[0]:
         axis.set_xlabel("T, tokens")
-    axes[0][0].set_ylabel("µs over the base" if layers else "µs")
+    if layers:
+        axes[0][0].set_ylabel("µs over the base")
     handles = [handle("linear", BLUE, "o"), handle("base, then delta_", ORANGE, "D", "--")] if layers else []
-    legend(figure, handles + ([handle("delta_ itself", GREEN, "s")] if alone else []))
+    legend(figure, handles + [handle(f"delta_, {layer}", *look) for layer, look in zip(sorted(alone), OF_LAYERS)])
     text = "A batch in which no token has an adapter (all ids −1). Lines are the median over ranks, bands the least and the most."
     yield Picture("idle", "Idle cost", "What idle adapters cost", text, figure)
 

@@ -17,6 +17,11 @@ NAME = re.compile(
     r"^(?:extra-)?(?P<family>.*?)(?:-r(?P<rank>\d+))?(?:-S(?P<slots>\d+))?(?:-a(?P<active>\d+))?-T(?P<tokens>\d+)$"
 )
 SAME_SHAPE = {"curve": "wo_a"}  # workloads that only add token counts to another family
+KINDS = {  # rows of the curve that stand beside others, by what follows the layer in their family's name
+    "active1of64": "1 of 64 slots active",
+    "r16in256": "ranks of 16 padded to 256",
+    "idle": "no adapter in the batch",
+}
 
 
 def read(path: Path) -> list[dict]:
@@ -89,6 +94,12 @@ def family(row: dict) -> str:
     match = NAME.match(row["workload"])
     name = match["family"] if match else row["workload"]
     return SAME_SHAPE.get(name, name)
+
+
+def kind(row: dict) -> tuple[str, str | None]:
+    """(layer, what a row of the curve is about, where it stands beside another); of other rows (family, None)."""
+    layer, _, about = family(row).partition("-")
+    return (layer, KINDS[about]) if about in KINDS else (family(row), None)
 
 
 def tokens(row: dict) -> int | None:

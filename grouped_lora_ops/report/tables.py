@@ -160,7 +160,7 @@ def curve_tables(rows: dict[str, dict[str, dict]]) -> list[tuple[list[str], list
         row = rows[name].get("ours")
         if row is None:
             continue
-        layer, _, about = results.family(row).partition("-")
+        layer, about = results.kind(row)
         slots = f"{row['slots']} slot{'' if row['slots'] == 1 else 's'}"
         column = f"{layer}, {about}" if about else f"{layer} r {row['rank']}, {slots}"
         times = row.get("times_beside" if about else "jump")
