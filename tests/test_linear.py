@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fake_gpu
@@ -18,6 +19,7 @@ import torch._dynamo.testing
 from cases import DTYPES, FORMS, NAN, assert_bits, assert_equal, place
 from linear_cases import WAYS, arguments, call, case, check, leaves_of, random_case, tiling, want_grads, want_linear
 
+import grouped_lora_ops as gl
 from grouped_lora_ops import launch, launch_linear, reference
 from grouped_lora_ops.launch_linear import MIXED, ROWS, SORTED
 
@@ -162,6 +164,25 @@ def test_rows_beside_a_broken_adapter(kernels, way_of, way, slots):
     assert not got[~whole].isfinite().any()
     tail = (c.ids, c.scalings, bias, None, None, None, [True] + [False] * 4)
     assert_bits(kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail)[0][whole], dx[whole])
+
+
+def test_dx_does_not_start_beside_the_kernel_that_makes_its_plan(kernels, monkeypatch):
+    """Tiles are looked up in the plan before the kernel ahead is waited for: rows were lost where that was the plan's own."""
+    op = importlib.import_module("grouped_lora_ops.ops.linear")
+    pdl, product = [], op._base_and_delta
+
+    def seen(*arguments):
+        pdl.append(arguments[-1].pdl)
+        product(*arguments[:-1], replace(arguments[-1], pdl=kernels.device == "cuda" and pdl[-1]))
+
+    monkeypatch.setattr(op, "_base_and_delta", seen)
+    monkeypatch.setattr(launch_linear, "linear", lambda p, *_: replace(WAYS["sorted"](p), pdl=True))
+    c, weight, bias = case("plain", ids=[0, -1, 0, 2, -1, 0, 1], slots=3, features=40, device=kernels.device)
+    for plan in (None, gl.plan(c.ids, 3)):
+        tail = (c.ids, c.scalings, bias, None, None, plan, [True] + [False] * 4)
+        dx = kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, *tail)[0]
+        assert_equal(dx, want_grads(c, weight, bias)[0])
+    assert pdl == [False, True]
 
 
 @thorough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -223,7 +224,10 @@ def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan,
     choose = launch_linear.linear if scales is None else launch_linear.scaled
     config = common.configured(choose, problem, True, x.dtype == torch.float16)
     b = None if v is None else common.grouped(lora_a, 4).transpose(2, 3)
+    made = plan is None
     plan = common.plan_for(adapter_ids, slots, plan, v is not None and _by_plan(config))
+    if made and plan is not None:  # its kernel is the one just ahead, and tiles are looked up before what is ahead is waited for
+        config = replace(config, pdl=False)
     _base_and_delta(
         name, g, w, scales, None if v is None else v[None], b, None, out, adapter_ids, plan, ranks, None, slots, None, d_sizes,
         x.dim() == 2, config,
