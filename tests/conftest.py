@@ -39,6 +39,7 @@ def pytest_addoption(parser):
     about = "on a GPU, run the tests marked thorough, too; without one, compile all kernels, not some"
     parser.addoption("--thorough", action="store_true", help=about)
     parser.addoption("--fuzz-seconds", type=float, default=0, help="draw calls for test_fuzz.py this long, other ones each time")
+    parser.addoption("--fuzz-seed", type=int, help="begin with this seed, as such a run printed it")
 
 
 def pytest_configure(config):

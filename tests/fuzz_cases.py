@@ -131,11 +131,29 @@ def in_two_terms(h: Tensor, dtype: torch.dtype) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- draws
 
 
-class Draw:
-    """What strategies share: sizes, values by a seed, layouts."""
+# sizes that csrc/linear.cu takes: more rows than a tile has, widths of multiples of 8
+MANY = {
+    "T": (128, 131, 300),
+    "L": (1, 2, 3),
+    "G": (1, 2),
+    "D": (8, 64, 136),
+    "H": (8, 16),  # of expert_mlp, whose gates are to stay saturated
+    "N": (8, 72, 264),
+    "slice": (8, 16, 136),
+    "N/2": (8, 68),
+    "I": (8, 40),
+    "r": (0, 8, 16, 24, 72),
+    "r of the layer": (0, 8),
+    "K": (1, 2),
+    "E": (1, 3),
+}
 
-    def __init__(self, draw, device: str, kernels: bool):
-        self.draw, self.device, self.kernels = draw, device, kernels
+
+class Draw:
+    """What strategies share: sizes, values by a seed, layouts. many: bf16, and the sizes of MANY."""
+
+    def __init__(self, draw, device: str, kernels: bool, many: bool = False):
+        self.draw, self.device, self.kernels, self.many = draw, device, kernels, many
         self.generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16), label="seed"))
 
     def __call__(self, strategy, label=None):
@@ -146,6 +164,8 @@ class Draw:
 
     def size(self, label, most, *odd):
         """1 … most, with 0 and the odd ones now and then; few different ones where each makes the kernels compile anew."""
+        if self.many:
+            return self.of(*MANY[label], label=label)
         if self.kernels:
             sizes = st.sampled_from(sorted({1, most, most, most * 2 // 3 or 1, 0}))
             return self.draw(sizes, label=label)
@@ -153,6 +173,8 @@ class Draw:
 
     def dtype(self):
         """float64 is for the CPU's implementation alone; a GPU compiles kernels for every dtype."""
+        if self.many:
+            return torch.bfloat16
         few = [torch.bfloat16, torch.float32] if self.device != "cpu" else [*DTYPES.values()]
         return self.of(*few, *([] if self.kernels else [torch.float64]), label="dtype")
 
@@ -227,9 +249,9 @@ def strided_vector(d: Draw, t: Tensor, label: str) -> Tensor:
 
 
 @st.composite
-def dense(draw, ops=("shrink", "expand", "expand_", "delta", "delta_", "linear"), device="cpu", kernels=False):
+def dense(draw, ops=("shrink", "expand", "expand_", "delta", "delta_", "linear"), device="cpu", kernels=False, many=False):
     """A call of a dense op."""
-    d = Draw(draw, device, kernels)
+    d = Draw(draw, device, kernels, many)
     op = d.of(*ops, label="op")
     form = d.of(*FORMS, label="form")
     dtype = d.dtype()
@@ -396,9 +418,9 @@ def in_halves(d: Draw, name: str, bias: Tensor) -> Tensor:
 
 
 @st.composite
-def experts(draw, ops=("expert_delta", "expert_linear"), device="cpu", kernels=False):
+def experts(draw, ops=("expert_delta", "expert_linear"), device="cpu", kernels=False, many=False):
     """A call of expert_delta or expert_linear."""
-    d = Draw(draw, device, kernels)
+    d = Draw(draw, device, kernels, many)
     op = d.of(*ops, label="op")
     dtype = d.dtype()
     T, K, L, E = d.size("T", 6, 40), d.size("K", 3), d.size("L", 3), d.size("E", 4)
@@ -515,16 +537,16 @@ def model_experts(c: Call, d: dict) -> Tensor:
 
 
 @st.composite
-def mlps(draw, device="cpu", kernels=False):
+def mlps(draw, device="cpu", kernels=False, many=False):
     """A call of expert_mlp. A bias of ±128 and more saturates the gates, so that silu, sigmoid and tanh are exact."""
-    d = Draw(draw, device, kernels)
+    d = Draw(draw, device, kernels, many)
     dtype = d.dtype()
     activation = d.of("relu2", "swiglu", "swigluoai", "geglu_tanh", label="activation")
     if dtype == torch.float64:
         activation = "relu2"  # float64 does not underflow so soon
     gated = activation != "relu2"
     T, K, E, L = d.size("T", 5), d.size("K", 3), d.size("E", 4), d.size("L", 3)
-    H, inner, r = d.size("H", 6), d.size("I", 4), d.size("r", 3)
+    H, inner, r = d.size("H", 6), d.size("I", 4), d.size("r of the layer", 3)
     wide = 2 * inner if gated else inner
     placement = d.of("input", "pre_down", "post_down", label="router_weight")
     ids = d.ids("topk_ids", -1, E, T, K)

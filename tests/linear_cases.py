@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from cases import assert_equal, build, rounded
 
-from grouped_lora_ops import launch, launch_linear, reference
+from grouped_lora_ops import launch, launch_experts, launch_linear, reference
 from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with, scaled_with
-from grouped_lora_ops.ops import common, prepared
+from grouped_lora_ops.ops import common, linear_cuda, prepared
 
 # How rows are tiled: as they come (in one tile or several), or sorted by slot, by a scan of the ids or from a plan.
 WAYS = {
@@ -45,6 +45,35 @@ def tiling(monkeypatch, choice, ways):
             return config
 
         monkeypatch.setattr(launch_linear, choice, choose)
+
+    return apply
+
+
+def cuda_choice(monkeypatch):
+    """choose(True): csrc/linear.cu takes every product of 128 rows (experts: with a plan) that it can, however few tiles that makes;
+    choose(False): none. Returns what its launches have answered since."""
+    chosen, product, answers = launch_linear.linear, linear_cuda.product, []
+
+    def counted(*args):
+        answers.append(product(*args))
+        return answers[-1]
+
+    def apply(on: bool, programs: int | None = None, narrow: bool = False) -> list:
+        def dense(p, transposed=False, fp16=False):
+            small = chosen(replace(p, sms=1), transposed, fp16).cuda if on else None  # one multiprocessor is never too large
+            found = None if small is None else replace(small, programs=programs or p.sms, narrow=narrow)
+            return replace(chosen(p, transposed, fp16), cuda=found)
+
+        def experts(p):
+            return on and p.arch == "sm_90" and p.itemsize == 2 and launch_experts.needs_plan(p.routes)
+
+        monkeypatch.setattr(launch_linear, "linear", dense)
+        monkeypatch.setattr(launch_experts, "takes_cuda", experts)
+        monkeypatch.setattr(linear_cuda, "product", counted)
+        common.configured.cache_clear()
+        prepared.forget()
+        answers.clear()
+        return answers
 
     return apply
 

@@ -1,6 +1,7 @@
 """The public ops against models in float64, on calls that hypothesis draws: any result or gradient has one right value.
 
-A normal run draws the same few calls every time. `--fuzz-seconds 600` draws other ones for that long, all tests together.
+A normal run draws the same few calls every time. `--fuzz-seconds 600` draws other ones for that long, all tests together; with
+`-s` it prints each seed and, at once, the call that goes wrong. `--fuzz-seed N` begins with one of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from conftest import GPU, poisoned
 from fuzz_cases import DIFFERENTIABLE, Call, Draw, dense, experts, mlps
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import UnsatisfiedAssumption
+from linear_cases import cuda_choice
 
 import grouped_lora_ops as gl
 
@@ -31,14 +34,29 @@ def fuzz(request):
     tests = sum(not any(mark.name == "skip" or mark.args[:1] == (True,) for mark in item.iter_markers()) for item in items)
 
     def run(check, strategy, examples):
+        printed = set()
+
+        def told(value):
+            """Prints the first call that goes wrong at a seed at once: on a GPU it can take long to find a smaller one."""
+            try:
+                check(value)
+            except UnsatisfiedAssumption:
+                raise
+            except Exception as error:
+                if turn not in printed:
+                    printed.add(turn)
+                    print(f"seed {turn}: {type(error).__name__}: {str(error)[:500]}\n{value}", flush=True)
+                raise
+
         if not seconds:
             settings(max_examples=examples, derandomize=True, phases=(Phase.generate, Phase.shrink), **QUIET)(given(strategy)(check))()
             return
-        end, turn = time.monotonic() + seconds / tests, time.time_ns() % 2**32
+        first = request.config.getoption("--fuzz-seed")
+        end, turn = time.monotonic() + seconds / tests, time.time_ns() % 2**32 if first is None else first - 1
         while time.monotonic() < end:
             turn += 1
             print(f"seed {turn}", flush=True)
-            seed(turn)(settings(max_examples=50, **QUIET)(given(strategy)(check)))()
+            seed(turn)(settings(max_examples=50, **QUIET)(given(strategy)(told)))()
 
     return run
 
@@ -130,6 +148,25 @@ def test_kernels_in_the_interpreter(fuzz, kind):
 def test_ops_on_a_gpu(fuzz, kind):
     """Few calls, for each compiles kernels; with --fuzz-seconds as many as there is time for."""
     fuzz(lambda call: compare(call, run_public), STRATEGIES[kind][0](device="cuda", kernels=True), 8)
+
+
+MANY_ROWS = {"dense": lambda **kw: dense(ops=("linear",), **kw), "experts": lambda **kw: experts(ops=("expert_linear",), **kw), "mlp": mlps}
+
+
+@kinds
+def test_many_rows(fuzz, kind):
+    fuzz(lambda call: compare(call, run_public), MANY_ROWS[kind](many=True), 5)
+
+
+@pytest.mark.gpu
+@kinds
+def test_many_rows_by_csrc_linear(fuzz, kind, monkeypatch):
+    """What csrc/linear.cu can take it takes, however few tiles that makes."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for sm_90")
+    answers = cuda_choice(monkeypatch)(True)
+    fuzz(lambda call: compare(call, run_public), MANY_ROWS[kind](device="cuda", kernels=True, many=True), 8)
+    assert True in answers, "no call reached the kernel"
 
 
 @st.composite

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import FORMS, NAN, assert_bits, assert_equal
 from conftest import poisoned
-from linear_cases import case, check, random_case
+from linear_cases import case, check, cuda_choice, random_case
 from test_expert_kernels import FORMS as FACTORS
 from test_expert_kernels import check_linear, linear_case
 from test_expert_kernels import kernels as expert_kernels
@@ -24,7 +24,7 @@ import grouped_lora_ops as gl
 from grouped_lora_ops import _builds, cuda, driver, launch, launch_experts, launch_linear
 from grouped_lora_ops.launch_experts import ExpertProblem
 from grouped_lora_ops.launch_linear import CudaConfig
-from grouped_lora_ops.ops import common, expert_stages, linear_cuda, prepared
+from grouped_lora_ops.ops import common, expert_stages, linear_cuda
 
 gpu = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -34,32 +34,7 @@ SIZES = ((128, 1, 64, 256, 16), (200, 3, 520, 392, 24), (300, 8, 1024, 512, 64),
 
 @pytest.fixture
 def choose(monkeypatch):
-    """choose(True): csrc/linear.cu takes every product of 128 rows (experts: with a plan) that it can, however few tiles that makes;
-    choose(False): none. Returns what its launches have answered since."""
-    chosen, product, answers = launch_linear.linear, linear_cuda.product, []
-
-    def counted(*args):
-        answers.append(product(*args))
-        return answers[-1]
-
-    def apply(on: bool, programs: int | None = None, narrow: bool = False) -> list:
-        def dense(p, transposed=False, fp16=False):
-            small = chosen(replace(p, sms=1), transposed, fp16).cuda if on else None  # one multiprocessor is never too large
-            found = None if small is None else replace(small, programs=programs or p.sms, narrow=narrow)
-            return replace(chosen(p, transposed, fp16), cuda=found)
-
-        def experts(p):
-            return on and p.arch == "sm_90" and p.itemsize == 2 and launch_experts.needs_plan(p.routes)
-
-        monkeypatch.setattr(launch_linear, "linear", dense)
-        monkeypatch.setattr(launch_experts, "takes_cuda", experts)
-        monkeypatch.setattr(linear_cuda, "product", counted)
-        common.configured.cache_clear()
-        prepared.forget()
-        answers.clear()
-        return answers
-
-    return apply
+    return cuda_choice(monkeypatch)
 
 
 @pytest.fixture
