@@ -365,14 +365,14 @@ def test_pictures_of_every_kind_are_there_and_are_pngs(made):
     assert names == {
         "latency-delta-plain", "latency-delta-other", "latency-plan-other", "roofline-delta", "tax-plain", "idle",
         "latency-curve-plain", "roofline-curve",
-        "host", "host-plain-r16-s8-t8", "host-wo-a-r16-s8-t1", "memory", "training", "changes",
+        "host", "host-plain-r16-s8-t8", "host-wo-a-r16-s8-t1", "memory", "memory-forward", "training", "changes",
     }  # fmt: skip
     for path in made[0].glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
 def test_the_page_follows_dark_mode_with_every_colour(made):
-    from grouped_lora_ops.report.pictures import THEME
+    from grouped_lora_ops.report.drawing import THEME
 
     text = (made[0] / "index.html").read_text(encoding="utf-8")
     styles, body = text[: text.index("</style>")], text[text.index("</style>") :]
@@ -396,7 +396,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_text_can_be_read_in_both_modes():
-    from grouped_lora_ops.report.pictures import BLUE, INK, MUTED, PAPER, THEME
+    from grouped_lora_ops.report.drawing import BLUE, INK, MUTED, PAPER, THEME
 
     for colour in (INK, MUTED, BLUE):
         assert contrast(colour, PAPER) >= 4.5 and contrast(THEME[colour][1], THEME[PAPER][1]) >= 4.5
@@ -462,6 +462,19 @@ def test_the_tax_shows_five_per_cent_and_a_thousand():
     shown = {t.get_text(): t.get_window_extent().y0 for t in panel.get_yticklabels()}
     assert panel.get_yscale() == "symlog" and len(shown) == len(panel.get_yticklabels()), "no label twice"
     assert shown["+10 %"] - shown["0"] > 10 and shown["+1000 %"] - shown["+100 %"] > 10, "pixels"
+
+
+def test_memory_of_a_forward_call_is_the_most_of_any_mix():
+    from grouped_lora_ops.report import pictures
+
+    rows = [
+        row(f"qwen3-30b-r16-S{slots}-T{t}", 30.0, "expert_mlp", peak_mib=slots * t / 4, base_us=40.0)
+        for slots in (1, 4)
+        for t in (1, 8, 64)
+    ]
+    train = row("train-qwen3-30b-mlp-r16-S1-T64", 90.0, "expert_train", peak_mib=77.0)
+    (panel,) = panels_of(pictures.draw(runs.newest([run(*rows, train)])[H200]), "memory-forward").values()
+    assert points_of(panel) == [([1, 8, 64], [1.0, 8.0, 64.0])] and panel.get_title(loc="left") == "expert_mlp, qwen3-30b"
 
 
 def texts_of(figure):

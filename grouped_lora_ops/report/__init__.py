@@ -71,8 +71,9 @@ def _tables(options: argparse.Namespace, runs: list[dict]) -> int:
 
 def write(out: Path, runs: list[dict], comparison=None) -> int:
     """The page and its pictures as PNG files; returns how many pictures. ValueError where there is nothing, or no matplotlib."""
+    from .drawing import slug
     from .page import page
-    from .pictures import draw, draw_changes, slug
+    from .pictures import draw, draw_changes
 
     found = results.newest(runs)
     if not found:

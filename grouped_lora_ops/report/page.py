@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from . import runs as results
 from .compare import Comparison
-from .pictures import THEME, Picture
+from .drawing import THEME, Picture
 from .tables import CURVE_TITLES, columns_and_lines, curve_tables, explanation, tax_columns_and_lines
 
 LIGHT = "".join(f"{variable}:{colour};" for colour, (variable, _) in THEME.items())
