@@ -184,6 +184,7 @@ class Module:
     def __init__(self, handle: int, origin: str):
         self.handle, self.origin = handle, origin
         self._functions: dict[tuple, int] = {}
+        self._shared: dict[str, int] = {}  # the most dynamic shared memory that each kernel was allowed so far
         self._constants: dict[str, int] = {}
 
     def function(self, op: str, name: str, shared: int = 0, wide_cluster: bool = False) -> int:
@@ -197,9 +198,10 @@ class Module:
             found = out.value or 0
             if hasattr(lib, "cuFuncLoad"):  # from CUDA 12.4 on
                 driver.check(lib.cuFuncLoad(ctypes.c_void_p(found)), f"loading {name}")
-            if shared > 48 << 10:  # more than that must be asked for
+            if shared > max(48 << 10, self._shared.get(name, 0)):  # beyond 48 KB it must be asked for; less would take it away again
                 code = lib.cuFuncSetAttribute(found, driver._MAX_DYNAMIC_SHARED, shared)
                 driver.check(code, f"{shared} bytes of shared memory for {name}")
+                self._shared[name] = shared
             if wide_cluster:
                 driver.check(lib.cuFuncSetAttribute(found, driver._NON_PORTABLE_CLUSTER, 1), f"a wide cluster for {name}")
             self._functions[key] = found

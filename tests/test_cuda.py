@@ -309,6 +309,14 @@ def test_a_kernel_is_not_asked_for_the_first_time_inside_a_capture(house, monkey
             ask()
 
 
+def test_a_kernel_keeps_the_shared_memory_it_was_allowed(house):
+    """Launches of one kernel differ in how much they take (csrc/plan.cu's by its sizes): a later, smaller one is no new limit."""
+    module = house.load()
+    for shared in (100_000, 60_000, 100_000, 120_000, 60_000):
+        module.function("plan", "probe", shared=shared)
+    assert [value for _, attribute, value in house.driver.attributes if attribute == 8] == [100_000, 120_000]
+
+
 def test_functions_attributes_and_constants(house):
     module = house.load()
     small = module.function("delta", "probe", shared=48 << 10)
