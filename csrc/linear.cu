@@ -60,8 +60,9 @@ static_assert(sizeof(Params) == 576); // as ops/linear_cuda.py packs it
 
 struct Info { // of a tile
     int rows[BM]; // −1: none
-    int x_rows[BM], h_rows[BM];
+    int x_rows[BM];
     u32 slots[BM];
+    uint2 h[BM];                // where its row of h begins, in 16 bytes, and its slot once more
     u32 list[BM], ends[BM]; // adapters that occur, and the number of the last stage of each + 1
     u32 steps;              // stages of LoRA
     u32 mixed;              // its rows do not all have one adapter
@@ -176,7 +177,6 @@ template <u32 BN> __device__ __forceinline__ void find(const Params &p, Shared<B
             if ((u32)rows[j] >= p.rows) rows[j] = -1;
             info.rows[32 * j + lane] = rows[j];
             info.x_rows[32 * j + lane] = (u32)max(rows[j], 0) / p.x_div; // a row that is none: row 0, for no one looks at what it becomes
-            info.h_rows[32 * j + lane] = (u32)max(rows[j], 0) / p.h_div;
         }
         u32 slots[BM / 32];
         bool without = false;
@@ -185,6 +185,7 @@ template <u32 BN> __device__ __forceinline__ void find(const Params &p, Shared<B
 #pragma unroll
         for (u32 j = 0; j < BM / 32; ++j) {
             info.slots[32 * j + lane] = slots[j];
+            info.h[32 * j + lane] = make_uint2((u64)((u32)max(rows[j], 0) / p.h_div) * p.h_t / 16, slots[j]);
             without |= rows[j] >= 0 && slots[j] == p.slots;
             if (slots[j] < p.slots) atomicOr(&s.mask[slots[j] / 32], 1u << slots[j] % 32);
         }
@@ -248,7 +249,8 @@ static constexpr u32 EACH = GATHER / 8, PASSES = BM / EACH; // 8 threads a row o
 template <bool TRANSPOSED, u32 BN, u32 WIDTH>
 __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const Info &info, u32 at, u32 slot, u32 step, u32 thread) {
     static constexpr bool SHARES = WIDTH <= 32;
-    static constexpr u32 CHUNKS = WIDTH / 8;
+    static constexpr u32 CHUNKS = WIDTH / 8, ACROSS = SHARES ? 2 * CHUNKS : CHUNKS; // threads to a row of h
+    static constexpr u32 AT_ONCE = GATHER / ACROSS, TIMES = BM / AT_ONCE;
     const u32 rank = rank_of(p, slot), all = rank_steps(p, rank), g = p.h_groups == 1 ? 0 : step / all;
     step -= g * all;
     u32 r = step * WIDTH, part = 0;
@@ -258,15 +260,15 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
         part = rest / here, r = block * p.rank_block + rest % here * BK;
     }
     const u32 left = rank - r; // the adapter's columns from r on
-    const u32 chunk = thread % 8, lead = thread / 8;
-    if (!SHARES || chunk < 2 * CHUNKS) {
-        const u32 column = chunk % CHUNKS * 8, valid = column < left ? 2 * min(left - column, 8u) : 0;
-        const u8 *h = (const u8 *)(p.h + (t.group + g) * p.h_g + r + (SHARES ? chunk / CHUNKS : part) * p.rank + column);
-        const u32 to = at + lead * 128 + ((chunk ^ lead) % 8) * 16;
+    {
+        const u32 across = thread % ACROSS, lead = thread / ACROSS, column = across % CHUNKS * 8;
+        const u32 valid = column < left ? 2 * min(left - column, 8u) : 0;
+        const u8 *h = (const u8 *)(p.h + (t.group + g) * p.h_g + r + (SHARES ? across / CHUNKS : part) * p.rank + column);
+        const u32 to = at + lead * 128 + ((across ^ lead) % 8) * 16;
 #pragma unroll
-        for (u32 j = 0; j < PASSES; ++j) {
-            const u32 row = j * EACH + lead, bytes = info.slots[row] == slot ? valid : 0; // zeros are not read from anywhere
-            copy16(to + j * (EACH * 128), bytes ? h + (u64)(u32)info.h_rows[row] * p.h_t : (const u8 *)p.h, bytes);
+        for (u32 j = 0; j < TIMES; ++j) { // zeros are not read from anywhere
+            const uint2 row = info.h[j * AT_ONCE + lead];
+            copy16(to + j * (AT_ONCE * 128), h + (u64)row.x * 16, row.y == slot ? valid : 0);
         }
     }
     const u16 *b = factor(p, t, slot, g);
@@ -276,12 +278,11 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
     const u32 limit = TRANSPOSED ? left : t.n_end - t.n;
     b += TRANSPOSED ? (r + thread / chunks) * p.b_n + t.n + 8 * c : (t.n + thread / chunks) * p.b_n + r + 8 * c;
     const i64 stride = GATHER / chunks * p.b_n;
-    static_assert(GATHER % (BN / 8) == 0 && EACH == 8);
+    static_assert(GATHER % (BN / 8) == 0);
 #pragma unroll 4
     for (u32 row = thread / chunks; row < rows; row += GATHER / chunks, b += stride) {
         const u32 to = at + X_BYTES + (TRANSPOSED ? c / 8 * (64 * 128) : 0) + row * 128 + ((c ^ row) % 8) * 16;
-        const u32 bytes = row < limit ? whole : 0;
-        copy16(to, bytes ? b : p.b, bytes);
+        copy16(to, b, row < limit ? whole : 0);
     }
 }
 
@@ -367,7 +368,7 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const 
             if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread);
             else if (p.rank_block == 32) load_lora<TRANSPOSED, BN, 32>(p, t, info, at, slot, i - before, thread);
             else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
-            ring.template copying<1>(s);
+            ring.template copying<LAG>(s);
         }
         // the next tile but one is told of when the multiplying warps have done with the tile before this, and so with all its
         // stages: those left on their way must be this tile's own

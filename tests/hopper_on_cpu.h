@@ -14,6 +14,8 @@
 #define gridDim (::cpu::grid)
 
 struct float2 { float x, y; };
+struct uint2 { u32 x, y; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline int min(int a, int b) { return a < b ? a : b; }

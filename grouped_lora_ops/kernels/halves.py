@@ -13,14 +13,17 @@ from .tile import launch, scaled, split
             do_not_specialize_on_alignment=("ids", "scalings"))  # fmt: skip
 def halves_kernel(
     h, out, ids, scalings, ROWS: "i32", G: "i32", R_8: "i32", L: "i32", id_div: "i32", ids_stride: "i64", h_c: "i64",
-    CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, row, r), out's (row, half, r), dense, r of 8 · R_8. The sums, the product and the split are those of
-    `mixed_rows`."""
+    `mixed_rows`. EARLY: the next kernel may start before this one's wait."""
     R = R_8 * 8
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < ROWS
     r = tl.arange(0, BLOCK_R)
@@ -48,13 +51,18 @@ def halves(
     scalings: Tensor | None,
     slots: int,
     pdl: bool,
+    early: bool = False,
 ) -> None:
-    """Write high and low of scaling · h; rows without an adapter are left as they are."""
+    """Write high and low of scaling · h; rows without an adapter are left as they are.
+
+    early: the kernel just ahead is the shrink that made h, which lets others start only when all before it have ended. So the product
+    may start, and read what is older than h, while this kernel still waits.
+    """
     chunks, rows, groups, rank = h.shape
     width = power_of_2(rank)
     block_m = max(1, 2048 // width)
     launch(
         name, halves_kernel, (cdiv(rows * groups, block_m), 1, 1),
         (h, out, ids, scalings, rows * groups, groups, rank // 8, slots, id_div, 0 if ids is None else ids.stride(0), h.stride(0) // 8),
-        (chunks, block_m, width, pdl), 4, 1, pdl,
+        (chunks, block_m, width, pdl, early), 4, 1, pdl,
     )  # fmt: skip

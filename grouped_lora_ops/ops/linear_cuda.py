@@ -106,7 +106,7 @@ def product(
         from ..kernels.halves import halves
 
         both = driver.empty((*h.shape[1:3], 2, h.shape[3]), x.dtype, x.device)
-        halves(name, h, both, ids, id_div // h_div, scalings, b.shape[0], overlap)
+        halves(name, h, both, ids, id_div // h_div, scalings, b.shape[0], overlap, overlap and mode != EXPERT)
     x_words = [0] * 16
     if mode == ROWS and x_div == 1 and all(x.stride(axis) for axis in (0, 1) if x.shape[axis] > 1):  # a map has no stride of 0
         flags |= IN_ORDER
