@@ -227,7 +227,7 @@ def estimated_tiles(p: Problem, block_m: int) -> int:
     return slots * cdiv(cdiv(p.tokens, slots), block_m)
 
 
-def _shrink(p: Problem, block_m: int, block_r: int, block_k: int, num_warps: int, num_stages: int, split: bool) -> ShrinkConfig:
+def shrink_with(p: Problem, block_m: int, block_r: int, block_k: int, num_warps: int, num_stages: int, split: bool) -> ShrinkConfig:
     mode = row_mode(p.tokens, p.slots)
     block_t, block_l = _blocks(mode, p.tokens, p.slots)
     if p.itemsize == 4:
@@ -254,44 +254,44 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
     block_r, rows = rank_block(p.rank, p.itemsize), p.rows_per_slot
     if split and p.tokens <= 64:
         if block_r <= 16 < p.tokens and p.slots > 1:
-            return _shrink(p, 16, block_r, 128, 2, 4, True)
+            return shrink_with(p, 16, block_r, 128, 2, 4, True)
         # few programs: spread them over r; each loads its whole chunk of A at once
         programs = estimated_tiles(p, 16) * p.groups * chunks_of(p.in_features)
         while block_r > 16 and programs * rank_block(p.rank, p.itemsize) // block_r < p.sms // 2:
             block_r //= 2
         if block_r <= 32:
-            return _shrink(p, 16, block_r, 128, 4, 4, True)
-        return _shrink(p, 16, block_r, 64, 4, 6 if block_r <= 64 else 4, True)
+            return shrink_with(p, 16, block_r, 128, 4, 4, True)
+        return shrink_with(p, 16, block_r, 64, 4, 6 if block_r <= 64 else 4, True)
     if split and p.itemsize == 2 and block_r <= 64 and rows >= 32 and not narrow(p.arch):
         if p.tokens * p.groups < 4096:
             if rows < 256:
-                return _shrink(p, 32, block_r, 128, 4, 3, True)
-            return _shrink(p, 64, block_r, 64, 8 if block_r == 64 else 4, 6, True)
+                return shrink_with(p, 32, block_r, 128, 4, 3, True)
+            return shrink_with(p, 64, block_r, 64, 8 if block_r == 64 else 4, 6, True)
         # one wave of programs, each with several chunks of D: 13.5 µs where one chunk each took 14.5 (wo_a r 16, T = 1024)
         if block_r == 64 and rows < 1024:
-            return replace(_shrink(p, 32, block_r, 128, 4, 4, True), span=4)
+            return replace(shrink_with(p, 32, block_r, 128, 4, 4, True), span=4)
         if rows >= 64:
-            return replace(_shrink(p, 64, block_r, *((128, 4, 3) if block_r <= 32 else (64, 4, 5)), True), span=2)
+            return replace(shrink_with(p, 64, block_r, *((128, 4, 3) if block_r <= 32 else (64, 4, 5)), True), span=2)
     if split:
         block_m = 64 if rows >= 256 and (block_r >= 64 or p.tokens * p.groups >= 4096) else 32 if rows >= 32 else 16
         while block_m > 16 and estimated_tiles(p, block_m) * p.groups * chunks_of(p.in_features) < p.sms // 2:
             block_m //= 2
-        return _shrink(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
+        return shrink_with(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
     if block_r > 64:
         block_m = 64 if rows >= 64 else 16  # 128 rows of three sums: 688 bytes of stack on sm_90
-        return _shrink(p, block_m, block_r, 64, 8 if block_m > 16 else 4, 3, False)
+        return shrink_with(p, block_m, block_r, 64, 8 if block_m > 16 else 4, 3, False)
     if p.tokens * p.groups < 16 * p.sms:
-        return _shrink(p, 16, block_r, 128, 4, 4, False)
+        return shrink_with(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
         if rows < 64:
-            return _shrink(p, 16, block_r, 64, 4, 5, False)
+            return shrink_with(p, 16, block_r, 64, 4, 5, False)
         # steps of 128 columns leave room for one block on a multiprocessor: for one wave of them (plain r 64 S64, T = 8192, two
         # waves: 117 µs, 101 by steps of 64)
         one_wave = (p.tokens / 64 + p.slots / 2) * p.groups <= p.sms and not narrow(p.arch)  # a slot's last tile is half full
-        return _shrink(p, 64, block_r, 128, 4, 4, False) if one_wave else _shrink(p, 64, block_r, 64, 4, 5, False)
+        return shrink_with(p, 64, block_r, 128, 4, 4, False) if one_wave else shrink_with(p, 64, block_r, 64, 4, 5, False)
     if block_r == 64 and rows < 1024:
-        return _shrink(p, 16, block_r, 128, 4, 5, False)
-    return _shrink(p, 32 if rows >= 32 else 16, block_r, 128, 4, 4, False)
+        return shrink_with(p, 16, block_r, 128, 4, 5, False)
+    return shrink_with(p, 32 if rows >= 32 else 16, block_r, 128, 4, 4, False)
 
 
 def expand(p: Problem, pdl: bool = False) -> ExpandConfig:

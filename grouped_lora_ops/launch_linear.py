@@ -112,6 +112,25 @@ def _shrink(p: Problem) -> ShrinkConfig | None:
     return replace(launch.shrink(p, split=split), pdl=has_pdl(p.arch))
 
 
+def _shrink_ahead(p: Problem, programs: int) -> ShrinkConfig | None:
+    """`_shrink` ahead of so many blocks of csrc/linear.cu: what was fastest together with it on an H200 (bench/NOTES.md)."""
+    config = _shrink(p)
+    if config is None:
+        return None
+    block_r, rows = launch.rank_block(p.rank, p.itemsize), p.rows_per_slot
+    whole = None
+    if block_r <= 32 and rows >= 32 and launch.estimated_tiles(p, 32) * p.groups + programs <= p.sms:
+        whole = (32, 128, 4, 4)  # few programs leave room for the product to start beside them
+    elif p.tokens >= 8192 and block_r <= 32 and rows >= 32:
+        whole = (32, 128, 4, 5)
+    elif p.tokens >= 8192 and block_r == 64 and rows >= 256:
+        whole = (64, 128, 4, 3)
+    if whole is None:
+        return config
+    block_m, block_k, warps, stages = whole
+    return replace(launch.shrink_with(p, block_m, block_r, block_k, warps, stages, split=False), pdl=config.pdl)
+
+
 def _stream(p: Problem) -> LinearConfig:
     """All rows in one tile: W is read once, in blocks of N narrow enough that nearly every multiprocessor has one.
 
@@ -139,7 +158,8 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
         programs, narrow = _programs(p, 128, 128), True
     if programs < 0.45 * p.sms:
         return config
-    return replace(config, cuda=CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, narrow))
+    cuda = CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, narrow)
+    return replace(config, shrink=_shrink_ahead(p, programs), cuda=cuda)
 
 
 def _sorts(p: Problem) -> bool:

@@ -71,7 +71,13 @@ def test_every_choice_is_one_that_the_kernel_has():
         )  # fmt: skip
         transposed, fp16 = draw.random() < 0.3, draw.random() < 0.2
         c = launch_linear.linear(p, transposed, fp16)
-        assert replace(c, cuda=None) == launch_linear.tiles(p, transposed, fp16), "what else is chosen stays"
+        other = launch_linear.tiles(p, transposed, fp16)
+        assert replace(c, cuda=None, shrink=None) == replace(other, shrink=None), "what else is chosen stays"
+        assert (c.shrink is None) == (other.shrink is None)
+        if c.shrink is not None:
+            same = ("mode", "chunk", "chunks", "block_r", "block_t", "block_l", "precision", "pdl")
+            assert all(getattr(c.shrink, name) == getattr(other.shrink, name) for name in same), "what fixes a row's bits stays"
+            assert c.cuda is not None or c.shrink == other.shrink
         if c.cuda is None:
             continue
         taken += 1
@@ -80,6 +86,14 @@ def test_every_choice_is_one_that_the_kernel_has():
         assert c.cuda.mode == launch_linear.ROWS or (p.tokens > launch.SCAN_TOKENS and c.shrink is not None and p.slots > 1)
         assert c.rank_block in (16, 32), "the pieces of r that the kernel has stages for"
     assert taken > 100
+
+
+def test_the_shrink_ahead_of_it():
+    """Whole where its programs leave room for the product to start beside them, or where rows are many; else split over D."""
+    beside, alone, many = (launch_linear.linear(problem(tokens=tokens, rank=16)) for tokens in (256, 1024, 8192))
+    assert not beside.shrink.split and beside.cuda.programs + launch.estimated_tiles(problem(tokens=256, rank=16), 32) <= 132
+    assert alone.shrink.split and alone.shrink == launch_linear.tiles(problem(tokens=1024, rank=16)).shrink
+    assert not many.shrink.split and many.shrink.num_stages == 5
 
 
 def routed(**changes):
