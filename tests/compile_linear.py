@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from compile_kernels import compiled, jobs, record
 
+from grouped_lora_ops import launch, launch_linear
 from grouped_lora_ops.ops import common
 
 # dtype, T, L, r, ranks given, out_sizes: streams, rows as they come or in the plan's order, tiles of a slot, one slot
@@ -47,6 +48,7 @@ HALVES = [
     (2, 1024, 1, 128, torch.int32, True),
     (1, 4096, 2, 200, None, True),
 ]
+WHOLE = [(8192, 4, 16), (8192, 4, 64), (256, 4, 16), (1024, 4, 64)]  # T, G, r where the shrink itself writes them
 QUICK = 2
 BACKWARD = 4  # of so many also the gradient of x
 
@@ -90,7 +92,15 @@ def record_halves() -> None:
     for chunks, rows, groups, rank, id_dtype, scaled in HALVES:
         h, both = torch.empty(chunks, rows, groups, rank), torch.empty(rows, groups, 2, rank, dtype=torch.bfloat16)
         ids = None if id_dtype is None else torch.zeros(rows, dtype=id_dtype)
-        kernels.halves("linear", h, both, ids, 1, torch.ones(8) if scaled else None, 8, True)
+        kernels.halves("linear", h, both, ids, 1, torch.ones(8) if scaled else None, 8, True, chunks == 2)
+    kernels = importlib.import_module("grouped_lora_ops.kernels.shrink")
+    kernels.launch = record
+    for tokens, groups, rank in WHOLE:
+        x, a = torch.empty(tokens, groups, 4096, dtype=torch.bfloat16), torch.empty(8, 1, rank, 4096, dtype=torch.bfloat16)
+        both, ids = torch.empty(tokens, groups, 2, rank, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int32)
+        config = launch_linear.linear(launch.Problem("sm_90", 132, 2, tokens, groups, 4096, 1024, rank, 8)).shrink
+        plan, ranks = torch.zeros(tokens + 10, dtype=torch.int32), torch.full((8,), rank, dtype=torch.int32)
+        kernels.shrink("linear", x, a, both, ids, plan, ranks, torch.ones(8), None, False, config)
 
 
 if __name__ == "__main__":

@@ -509,9 +509,12 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     every = [json.loads(line) for line in run.stdout.splitlines()]
-    lines, halves = ([k for k in every if (k["kernel"] == "halves_kernel") == split] for split in (False, True))
+    shrinks, halves = ([k for k in every if k["kernel"] == kernel] for kernel in ("shrink_kernel", "halves_kernel"))
+    lines = [k for k in every if k not in shrinks and k not in halves]
     assert len(lines) >= {"quick": 4, "all": 17, "thorough": 24}[how]
-    assert len(halves) == (4 if arch == "sm_90" else 0)
+    assert len(halves) == len(shrinks) == (4 if arch == "sm_90" else 0)
+    for k in shrinks:
+        assert k["constants"]["HALVES"] and k["stack"] == 0 and k["narrow stores"] == 0 and k["wide"] > 0, k
     for k in halves:  # 4 warps; nothing of the kernel ahead is touched before it has ended
         assert k["stack"] == 0 and k["registers"] <= 64 and k["launch_pdl"] and k["before wait"] == 0, k
         assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k

@@ -21,7 +21,7 @@ from cases import FORMS, NAN, assert_equal, place, rounded
 from expert_cases import FACTORS, build_routes
 from linear_cases import case, want_grads, want_linear
 
-from grouped_lora_ops import cuda, driver, launch, launch_experts, launch_linear, reference
+from grouped_lora_ops import _checks, cuda, driver, launch, launch_experts, launch_linear, reference
 from grouped_lora_ops.kernels import halves as kernels
 from grouped_lora_ops.ops import common, expert_grads, expert_launch, linear_cuda
 from grouped_lora_ops.reference.expert_delta import forms
@@ -118,7 +118,11 @@ class OnCpu:
         monkeypatch.setattr(driver, "has_tensor_maps", lambda: True)
         monkeypatch.setattr(driver, "tensor_map", map_words)
         monkeypatch.setattr(
-            driver, "empty", lambda shape, dtype, device: self.edge(torch.full(tuple(shape), NAN, dtype=dtype))
+            driver,
+            "empty",
+            lambda shape, dtype, device: self.edge(
+                torch.full(tuple(shape), NAN if dtype.is_floating_point else -77, dtype=dtype)
+            ),
         )
         monkeypatch.setattr(common, "INTERPRETER", ("sm_80", 2))  # the experts' kernel has so many blocks
         halves = kernels.halves
@@ -253,6 +257,45 @@ def test_forms(on_cpu, form, sort, narrow):
     dense(on_cpu, c, weight, bias, sort=sort, narrow=narrow)
     if sizes and not narrow:  # the last block first: what a tile writes past its slice is not written over
         dense(on_cpu, c, weight, bias, sort=sort, programs=3)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])
+def test_the_shrink_writes_what_the_kernel_reads(on_cpu, monkeypatch, form, rank):
+    """The whole forward, from x on: a whole shrink leaves nothing to kernels/halves.py, a split one does."""
+    sizes = [40, 136, 8] if form == "slices" else None
+    c, weight, bias = case(form, **SIZES | dict(rank=rank, out=136, features=520), ranks=True, sizes=sizes)
+    made = []
+    halves = kernels.halves
+    monkeypatch.setattr(kernels, "halves", lambda *args: made.append(args[1].shape) or halves(*args))
+    for split in (False, True):
+
+        def choose(p, transposed=False, fp16=False, split=split):
+            shrink = launch.shrink_with(p, 32, launch.rank_block(p.rank, 2), 128, 4, 3, split)
+            chosen = launch_linear.CudaConfig(launch_linear.SORTED, 2, 2)
+            return replace(launch_linear.linear_with(p, launch_linear.ROWS, 64), cuda=chosen, shrink=shrink, pdl=False)
+
+        monkeypatch.setattr(launch_linear, "linear", choose)
+        common.configured.cache_clear()
+        out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
+        operands = (on_cpu.edge(t) for t in (c.x, weight, c.a, c.b))
+        dims = _checks.linear(
+            "linear", c.x, weight, c.a, c.b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, None
+        )
+        linear_op._run(
+            "linear",
+            dims,
+            *operands,
+            out.view(c.base.shape) if form == "wo_a" else out[:, 0],
+            c.ids,
+            c.scalings,
+            bias,
+            c.ranks,
+            None,
+            None,
+        )
+        assert_equal(out.reshape(c.base.shape), want_linear(c, weight, bias), f"split {split}, seed {on_cpu.seed - 1}")
+        assert untouched() and bool(made) == split
 
 
 @both_orders

@@ -2,12 +2,13 @@
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import ShrinkConfig, cdiv
-from .tile import dot, launch, slice_bounds, tile_rows, unit_axis, vector_width
+from .tile import dot, launch, scaled, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 _SIZES = ("T", "L", "D", "R", "ids_stride")
 
@@ -80,7 +81,7 @@ def shrink_kernel(
     x_t: "i64", x_g: "i64", x_d: "i64", a_l: "i64", a_g: "i64", a_r: "i64", a_d: "i64",
     h_c: "i64", h_t: "i64", h_g: "i64",
     SIZES: tl.constexpr, MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, FILL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, FILL: tl.constexpr, HALVES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr,
     A_VEC: tl.constexpr, A_UNIT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +89,8 @@ def shrink_kernel(
 
     SPAN: so many chunks a program, their sums at h[chunk]; 0: the sum of all. FILL: rows without an adapter and columns
     past the rank are written as zeros. SIZES: group g reads that slice of x's and a's last axis, in place of D.
+    HALVES (then SPAN is 0): h is bf16, a row's high parts, then its low ones, as kernels/halves.py makes them; R and its strides are
+    multiples of 8.
     """
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
         tl.extra.cuda.gdc_wait()
@@ -110,6 +113,10 @@ def shrink_kernel(
         rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
     columns = r0 + tl.arange(0, BLOCK_R)
     wide_rows = rows.to(tl.int64)
+    if HALVES:
+        h_g = h_g // 8 * 8
+        h_t = h_t // 8 * 8
+        R = R // 8 * 8
     out = h + group * h_g + wide_rows[:, None] * h_t + columns[None, :]
     if SPAN <= 1:
         out += first * h_c
@@ -148,7 +155,11 @@ def shrink_kernel(
         BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, SPAN == 1, EVEN_K, PRECISION,
         out, h_c, keep, scaling, written, SPAN > 1,
     )  # fmt: skip
-    if SPAN <= 1:
+    if HALVES:
+        high, low, _ = split(tl.where(keep, scaled(total, scaling), 0.0), tl.bfloat16)
+        tl.store(out, high, mask=written)
+        tl.store(out + R, low, mask=written)
+    elif SPAN <= 1:
         tl.store(out, tl.where(keep, total * scaling, 0.0), mask=written)
 
 
@@ -161,7 +172,7 @@ def shrink(
     name: str,
     x: Tensor,  # [T, G or 1, D]
     a: Tensor,  # [L, G or 1, r, D]
-    h: Tensor,  # [chunks, T, G, r] float32 with unit last stride
+    h: Tensor,  # [chunks, T, G, r] float32 with unit last stride; or [T, G, 2, r] bf16, dense, r a multiple of 8
     ids: Tensor,
     plan: Tensor | None,
     ranks: Tensor | None,
@@ -170,7 +181,10 @@ def shrink(
     fill: bool,
     config: ShrinkConfig,
 ) -> None:
-    """Write h = x Aᵀ, all of it (one chunk) or chunk by chunk (config.split)."""
+    """Write h = scaling · x Aᵀ, all of it (one chunk) or chunk by chunk (config.split); bf16: its high and low parts, all of it."""
+    in_halves = h.dtype == torch.bfloat16
+    if in_halves:
+        h = h[None, :, :, 0]
     tokens, groups = h.shape[1], h.shape[2]
     slots, features, rank = a.shape[0], x.shape[2], a.shape[2]
     x_unit, a_unit = unit_axis(x, 2), unit_axis(a, 3, 2)
@@ -201,7 +215,7 @@ def shrink(
         ),
         (
             slices, config.mode, config.block_m, config.block_r, config.block_k, config.chunk, config.chunks,
-            span, fill, config.block_t, config.block_l, x_vec, x_unit, a_vec, a_unit, even,
+            span, fill, in_halves, config.block_t, config.block_l, x_vec, x_unit, a_vec, a_unit, even,
             config.precision, config.pdl,
         ),
         config.num_warps,

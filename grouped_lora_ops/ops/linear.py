@@ -87,17 +87,22 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     choose = launch_linear.linear if weight_scale is None else launch_linear.scaled
     config = common.configured(choose, problem, False, x.dtype == torch.float16)
     weight, scales = _as_kernels_read(weight, weight_scale, problem.arch)
+    bias = None if bias is None else _outer(bias, 2)
     h = b = None
     if config.shrink is not None:
         plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN == config.shrink.mode or _by_plan(config))
         h_groups = dims.groups if dims.h_grouped else 1
         chunks = config.shrink.chunks if config.shrink.split else 1
-        h, b = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), common.grouped(lora_b, 4)
-        shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, None, None, False, config.shrink)
-    _base_and_delta(
-        name, xg, weight, scales, h, b, None if bias is None else _outer(bias, 2), outg, adapter_ids, plan, ranks, scalings,
-        dims.slots, sizes, None, False, config,
-    )  # fmt: skip
+        h, b = None, common.grouped(lora_b, 4)
+        if config.cuda is not None and not config.shrink.split and scales is None and linear_cuda.loaded(name, out) is not None:
+            h = driver.empty((dims.tokens, h_groups, 2, dims.rank), x.dtype, x.device)  # as csrc/linear.cu reads it
+            if not linear_cuda.fits(xg, weight[None], h, b[:, None], bias if bias is None else bias[None], outg, sizes):
+                h = None
+        if h is None:
+            h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
+        factors = None if h.dtype == torch.float32 else scalings
+        shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, factors, None, False, config.shrink)
+    _base_and_delta(name, xg, weight, scales, h, b, bias, outg, adapter_ids, plan, ranks, scalings, dims.slots, sizes, None, False, config)
 
 
 def _by_plan(config: launch_linear.LinearConfig) -> bool:

@@ -25,7 +25,7 @@ def transposed(w: Tensor) -> bool:
 def fits(
     x: Tensor,  # [M, G or 1, D]
     w: Tensor,  # [E, G, N, D]
-    h: Tensor | None,  # [chunks, M, G', r]
+    h: Tensor | None,  # as `product` takes it
     b: Tensor | None,  # [L, E|1, G', N, r]
     bias: Tensor | None,  # [E, G, N]
     out: Tensor,  # [M, G, N]
@@ -47,7 +47,15 @@ def fits(
         return False
     if h is None:
         return True
-    return b.shape[4] % 8 == 0 and b.shape[0] <= MAX_SLOTS and h[0].is_contiguous() and rows_of_vectors(b, 3 if along_n else 4)
+    dense_h = (h if h.dtype == torch.bfloat16 else h[0]).is_contiguous()
+    return dense_h and b.shape[4] % 8 == 0 and b.shape[0] <= MAX_SLOTS and rows_of_vectors(b, 3 if along_n else 4)
+
+
+def loaded(name: str, out: Tensor) -> cuda.Module | None:
+    """The kernels for out's device, or None where this GPU has none."""
+    module = cuda.module(name, "linear", out.device.index)
+    there = module is not None and module.constant(name, "available") and driver.has_tensor_maps()
+    return module if there else None
 
 
 def _map_of(w: Tensor, along_n: bool) -> list[int]:
@@ -62,7 +70,7 @@ def product(
     x: Tensor,  # [M or M / x_div, G or 1, D]
     x_div: int,
     w: Tensor,  # [E, G or 1, N, D]; dense: E = 1
-    h: Tensor | None,  # [chunks, M or M / h_div, G' or 1, r] float32
+    h: Tensor | None,  # [chunks, M or M / h_div, G' or 1, r] float32; or [M, G' or 1, 2, r] bf16, scaling · h in two parts
     h_div: int,
     b: Tensor | None,  # [L, E|1, G' or 1, N, r]
     bias: Tensor | None,  # [E, G or 1, N]
@@ -87,8 +95,8 @@ def product(
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
     this GPU has no such kernel. narrow: tiles of 128 columns, not 256.
     """
-    module = cuda.module(name, "linear", out.device.index)
-    if module is None or not module.constant(name, "available") or not driver.has_tensor_maps():
+    module = loaded(name, out)
+    if module is None:
         return False
     rows, groups, columns = out.shape
     along_n = transposed(w)
@@ -101,8 +109,8 @@ def product(
     flags |= OUT32 if out.dtype == torch.float32 else 0
     flags |= WEIGHTS32 if weights is not None and weights.dtype == torch.float32 else 0
     flags |= (STAGED if staged else 0) | (OVERLAP if overlap and h is not None else 0)
-    words, both = _map_of(w, along_n), None
-    if h is not None:
+    words, both = _map_of(w, along_n), h
+    if h is not None and h.dtype == torch.float32:
         from ..kernels.halves import halves
 
         both = driver.empty((*h.shape[1:3], 2, h.shape[3]), x.dtype, x.device)
