@@ -100,10 +100,11 @@ def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bo
     else:
         b, wide = make(1, groups, s.out_features, s.rank), (groups, s.out_features)
     a, b = (t.expand(s.num_slots, *t.shape[1:]) for t in (a, b))
-    weight, bias = make(s.in_features).expand(*wide, -1), make(*wide)
-    base = {}
-    if s.weight_scale is not None:
-        weight = weight[..., :1, :].to(torch.float8_e4m3fn).expand(*wide, -1)
+    bias, base, weight = make(*wide), {}, None
+    if "linear" in ops and s.weight_scale is None:
+        weight = make(*wide, s.in_features)  # all of it: csrc/linear.cu's tensor map has no stride of 0
+    elif s.weight_scale is not None:
+        weight = make(s.in_features).to(torch.float8_e4m3fn).expand(*wide, -1)
         blocks = [*wide[:-1], *[(size + 127) // 128 for size in weight.shape[-2:]]]
         base = {"weight_scale": torch.ones(blocks, device=device).to(s.weight_scale)}
     all_ids = torch.zeros(tokens, dtype=s.id_dtype, device=device)

@@ -66,8 +66,12 @@ def _call(s: ExpertShape, counts: list, ops: tuple, device: torch.device, backwa
     def make(*size):
         return torch.zeros(size, dtype=s.dtype, device=device)
 
-    def per_expert(*size):  # one expert's memory serves all of them: strides of 0 keep the alignment that real buffers have
-        return make(1, *size).expand(s.num_experts, *size)
+    # one's memory serves all of them: strides keep the alignment that real buffers have
+    def per_expert(rows, columns):  # a row further on for each, for csrc/linear.cu's tensor map has no stride of 0
+        return make(rows + s.num_experts - 1, columns).as_strided((s.num_experts, rows, columns), (columns, columns, 1))
+
+    def bias(size):
+        return make(1, size).expand(s.num_experts, size) if s.bias else None
 
     def factor(name, *size):
         experts = 1 if name in s.shared else s.num_experts
@@ -77,7 +81,7 @@ def _call(s: ExpertShape, counts: list, ops: tuple, device: torch.device, backwa
     gate_up = factor("gate_up_a", *each, s.rank, s.hidden), factor("gate_up_b", wide, s.rank)
     down = factor("down_a", s.rank, s.inner), factor("down_b", s.hidden, s.rank)
     w_gate_up, w_down = per_expert(wide, s.hidden), per_expert(s.hidden, s.inner)
-    b_gate_up, b_down = (per_expert(wide), per_expert(s.hidden)) if s.bias else (None, None)
+    b_gate_up, b_down = bias(wide), bias(s.hidden)
     most = max(counts, default=0)
     xs, hidden = make(most, s.hidden), make(most * s.top_k, s.inner)
     bases = make(most * s.top_k, wide), make(most * s.top_k, s.hidden)

@@ -279,6 +279,17 @@ def test_a_damaged_plan_leads_nowhere(both, choose):
     compare((got, (linear(x, weight, a, b, ids, scalings, bias, ranks=ranks), c.call())))
 
 
+@gpu
+def test_a_warmup_calls_it(both, choose):
+    """Its dummy weights are of a layout that a tensor map can have; linear's bias is there and is not, and the gradient is taken."""
+    answers = choose(True)
+    gl.warmup([gl.Shape(512, 16, 4, 256, groups=2)], tokens=[300], ops=("linear",), backward=True)
+    assert len(answers) >= 3 and all(answers)
+    answers = choose(True)
+    gl.warmup_experts([gl.ExpertShape(128, 256, 5, 4, 16, 3)], tokens=[300], ops=("expert_linear",))
+    assert len(answers) >= 2 and all(answers)
+
+
 # --- on a GPU: experts ---
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import grouped_lora_ops as glo
-from grouped_lora_ops import Shape
+from grouped_lora_ops import Shape, cuda, driver
 from grouped_lora_ops.ops import common
 
 OPS = ("delta", "delta_", "shrink", "expand", "expand_", "linear")
@@ -72,6 +72,26 @@ def delta(x, a, b, ids, scalings, **kw):
     return implementation("delta")._cuda(x, a, b, ids, scalings, **kw)
 
 
+class LinearCu:
+    """csrc/linear.cu's module, which notes the kernels that are asked for: inside a capture an unknown one is refused."""
+
+    def __init__(self, seen: set):
+        self.seen = seen
+
+    def constant(self, op, name):
+        return 1
+
+    def function(self, op, name, shared):
+        self.seen.add(name)
+
+
+def with_linear_cu(monkeypatch, seen: set) -> None:
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: LinearCu(seen) if stem == "linear" else None)
+    monkeypatch.setattr(cuda, "launch", lambda *args, **kw: None)
+    monkeypatch.setattr(driver, "has_tensor_maps", lambda: True)
+    monkeypatch.setattr(driver, "tensor_map", lambda *args, **kw: [0] * 16)
+
+
 @pytest.fixture
 def keys(monkeypatch):
     """The keys under which launches compile, as if the CPU were an H200; nothing is launched."""
@@ -82,7 +102,8 @@ def keys(monkeypatch):
         kinds = [(a.dtype, a.data_ptr() % 16 == 0) if isinstance(a, torch.Tensor) else a is None for a in args]
         seen.add((kernel, constants, num_warps, num_stages, pdl, *kinds))
 
-    for stem in ("shrink", "expand", "delta", "plan", "wgrad", "linear"):
+    with_linear_cu(monkeypatch, seen)
+    for stem in ("shrink", "expand", "delta", "plan", "wgrad", "linear", "halves"):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", record)
     module = importlib.import_module("grouped_lora_ops.warmup")
     names = {"delta_": ("delta", "_cuda_"), "shrink": ("shrink", "_cuda"), "expand": ("expand", "_cuda")}
@@ -146,6 +167,8 @@ def test_nothing_is_left_to_compile(keys, shape):
         for name, call in calls(shape, tokens):
             call()
             assert keys == prepared, f"{name} at T = {tokens}"
+    if shape in (SHAPES["one slot"], SHAPES["qkv"]):
+        assert {"linear_bf16_narrow", "linear_bf16_narrow_transposed"} <= prepared, "csrc/linear.cu, y and the gradient of x"
 
 
 def test_every_count_up_to_tokens_is_called(keys, monkeypatch):
