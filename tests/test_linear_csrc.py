@@ -269,33 +269,42 @@ def test_the_shrink_writes_what_the_kernel_reads(on_cpu, monkeypatch, form, rank
     halves = kernels.halves
     monkeypatch.setattr(kernels, "halves", lambda *args: made.append(args[1].shape) or halves(*args))
     for split in (False, True):
+        whole_forward(on_cpu, monkeypatch, c, weight, bias, split)
+        assert bool(made) == split and len(on_cpu.launches) == 1 + split
 
-        def choose(p, transposed=False, fp16=False, split=split):
-            shrink = launch.shrink_with(p, 32, launch.rank_block(p.rank, 2), 128, 4, 3, split)
-            chosen = launch_linear.CudaConfig(launch_linear.SORTED, 2, 2)
-            return replace(launch_linear.linear_with(p, launch_linear.ROWS, 64), cuda=chosen, shrink=shrink, pdl=False)
 
-        monkeypatch.setattr(launch_linear, "linear", choose)
-        common.configured.cache_clear()
-        out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
-        operands = (on_cpu.edge(t) for t in (c.x, weight, c.a, c.b))
-        dims = _checks.linear(
-            "linear", c.x, weight, c.a, c.b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, None
-        )
-        linear_op._run(
-            "linear",
-            dims,
-            *operands,
-            out.view(c.base.shape) if form == "wo_a" else out[:, 0],
-            c.ids,
-            c.scalings,
-            bias,
-            c.ranks,
-            None,
-            None,
-        )
-        assert_equal(out.reshape(c.base.shape), want_linear(c, weight, bias), f"split {split}, seed {on_cpu.seed - 1}")
-        assert untouched() and bool(made) == split
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("form", ["plain", "wo_a"])
+def test_a_layout_that_the_kernel_leaves_has_its_h_in_float32(on_cpu, monkeypatch, form, split):
+    """Chosen for csrc/linear.cu, with the shrink that goes ahead of it, and done by Triton's kernel: from one h, not from two."""
+    made, empty = [], driver.empty
+    monkeypatch.setattr(driver, "empty", lambda shape, dtype, device: made.append(dtype) or empty(shape, dtype, device))
+    for rank, features, layout in ((12, 136, "dense"), (16, 132, "dense"), (16, 136, "gaps")):
+        c, weight, bias = case(form, **SIZES | dict(rank=rank, out=136, features=features), ranks=True)
+        if layout == "gaps":
+            weight = torch.stack([weight, weight], -1)[..., 0]
+        made.clear()
+        whole_forward(on_cpu, monkeypatch, c, weight, bias, split)
+        assert made.count(torch.float32) == 1 and BF16 not in made and not on_cpu.launches
+
+
+def whole_forward(on_cpu, monkeypatch, c, weight, bias, split):
+    """`linear` from x on, with a choice of csrc/linear.cu behind a shrink that is whole or split over D."""
+
+    def choose(p, transposed=False, fp16=False):
+        shrink = launch.shrink_with(p, 32, launch.rank_block(p.rank, 2), 128, 4, 3, split)
+        chosen = launch_linear.CudaConfig(launch_linear.SORTED, 2, 2)
+        return replace(launch_linear.linear_with(p, launch_linear.ROWS, 64), cuda=chosen, shrink=shrink, pdl=False)
+
+    monkeypatch.setattr(launch_linear, "linear", choose)
+    common.configured.cache_clear()
+    out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
+    y = out.view(c.base.shape) if c.base.dim() == 3 else out[:, 0]
+    x, w, a, b = (on_cpu.edge(t) for t in (c.x, weight, c.a, c.b))
+    dims = _checks.linear("linear", c.x, weight, c.a, c.b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, None)
+    linear_op._run("linear", dims, x, w, a, b, y, c.ids, c.scalings, bias, c.ranks, None, None)
+    assert_equal(y, want_linear(c, weight, bias), f"split {split}, seed {on_cpu.seed - 1}")
+    assert untouched()
 
 
 @both_orders

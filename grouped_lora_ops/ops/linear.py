@@ -95,9 +95,9 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
         chunks = config.shrink.chunks if config.shrink.split else 1
         h, b = None, common.grouped(lora_b, 4)
         if config.cuda is not None and not config.shrink.split and scales is None and linear_cuda.loaded(name, out) is not None:
-            h = driver.empty((dims.tokens, h_groups, 2, dims.rank), x.dtype, x.device)  # as csrc/linear.cu reads it
-            if not linear_cuda.fits(xg, weight[None], h, b[:, None], bias if bias is None else bias[None], outg, sizes):
-                h = None
+            parts = torch.empty((dims.tokens, h_groups, 2, dims.rank), dtype=x.dtype, device="meta")  # as csrc/linear.cu reads h
+            if linear_cuda.fits(xg, weight[None], parts, b[:, None], bias if bias is None else bias[None], outg, sizes):
+                h = driver.empty(parts.shape, x.dtype, x.device)
         if h is None:
             h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
         factors = None if h.dtype == torch.float32 else scalings
