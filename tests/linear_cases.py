@@ -51,18 +51,23 @@ def tiling(monkeypatch, choice, ways):
 
 def cuda_choice(monkeypatch):
     """choose(True): csrc/linear.cu takes every product of 128 rows (experts: with a plan) that it can, however few tiles that makes;
-    choose(False): none. Returns what its launches have answered since."""
+    choose(False): none. whole: the shrink is not split over D, and so writes h as csrc/linear.cu reads it (None: where T is odd).
+    Returns what its launches have answered since."""
     chosen, product, answers = launch_linear.linear, linear_cuda.product, []
 
     def counted(*args):
         answers.append(product(*args))
         return answers[-1]
 
-    def apply(on: bool, programs: int | None = None, narrow: bool = False) -> list:
+    def apply(on: bool, programs: int | None = None, narrow: bool = False, whole: bool | None = False) -> list:
         def dense(p, transposed=False, fp16=False):
+            config = chosen(p, transposed, fp16)
             small = chosen(replace(p, sms=1), transposed, fp16).cuda if on else None  # one multiprocessor is never too large
             found = None if small is None else replace(small, programs=programs or p.sms, narrow=narrow)
-            return replace(chosen(p, transposed, fp16), cuda=found)
+            if (p.tokens % 2 if whole is None else whole) and found is not None and config.shrink is not None:
+                shrink = launch.shrink_with(p, 32, launch.rank_block(p.rank, 2), 128, 4, 3, split=False)
+                config = replace(config, shrink=replace(shrink, pdl=config.pdl))
+            return replace(config, cuda=found)
 
         def experts(p):
             return on and p.arch == "sm_90" and p.itemsize == 2 and launch_experts.needs_plan(p.routes)

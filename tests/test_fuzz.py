@@ -166,7 +166,7 @@ def test_many_rows_by_csrc_linear(fuzz, kind, monkeypatch):
     """What csrc/linear.cu can take it takes, however few tiles that makes."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is for sm_90")
-    answers = cuda_choice(monkeypatch)(True)
+    answers = cuda_choice(monkeypatch)(True, whole=None)
     fuzz(lambda call: compare(call, run_public), MANY_ROWS[kind](device="cuda", kernels=True, many=True), 8)
     assert True in answers, "no call reached the kernel"
 

@@ -100,10 +100,14 @@ def dense(form, tokens, slots, features, out, rank, seed=0):
     return x, weight, a, b, ids, scalings, randn(*out_axes, columns), sizes, ranks
 
 
+whole_or_split = pytest.mark.parametrize("whole", [True, False], ids=["whole shrink", "split shrink"])
+
+
 @gpu
+@whole_or_split
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("form", ["plain", "wo_a", "shared h", "slices"])
-def test_the_bits_of_the_triton_kernels(both, form, narrow):
+def test_the_bits_of_the_triton_kernels(both, form, narrow, whole):
     """y and the gradient of x (W and A transposed, summed over groups that share x), with few blocks for many tiles, too."""
     for i, (tokens, slots, features, out, rank) in enumerate((*SIZES, (1000, 2, 4096, 1024, 16))):
         x, weight, a, b, ids, scalings, bias, sizes, ranks = dense(form, tokens, slots, features, out, rank)
@@ -116,7 +120,7 @@ def test_the_bits_of_the_triton_kernels(both, form, narrow):
             y = linear(leaf, *args)
             return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
 
-        compare(both(call, 2, programs=(None, 3)[i % 2], narrow=narrow), f"{tokens} {slots} {features} {out} {rank}")
+        compare(both(call, 2, programs=(None, 3)[i % 2], narrow=narrow, whole=whole), f"{tokens} {slots} {features} {out} {rank}")
 
 
 @gpu
@@ -170,8 +174,9 @@ def test_what_is_not_finite_stays_with_its_adapter(both, bad):
 
 
 @gpu
+@whole_or_split
 @pytest.mark.parametrize("tokens", [200, 1000])
-def test_replays_follow_ids_and_weights(both, choose, tokens):
+def test_replays_follow_ids_and_weights(both, choose, tokens, whole):
     x, weight, a, b, ids, scalings, bias = random_case("cuda", BF16, tokens, 6, 2, 512, 256, 16)
     ranks = torch.full((6,), 16, dtype=torch.int32, device="cuda")
 
@@ -183,17 +188,17 @@ def test_replays_follow_ids_and_weights(both, choose, tokens):
         for t in (x, weight, a, b, bias):
             t.normal_(generator=g)
 
-    replay(choose, change, lambda: linear(x, weight, a, b, ids, scalings, bias, ranks=ranks))
+    replay(choose, change, lambda: linear(x, weight, a, b, ids, scalings, bias, ranks=ranks), whole=whole)
 
 
-def replay(choose, change, step) -> None:
+def replay(choose, change, step, **how) -> None:
     """50 replays of a captured step with other contents each, against Triton's kernels."""
     choose(False)
     wanted = []
     for seed in range(50):
         change(seed)
         wanted.append(step())
-    answers = choose(True)
+    answers = choose(True, **how)
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -206,7 +211,8 @@ def replay(choose, change, step) -> None:
 
 
 @gpu
-def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
+@whole_or_split
+def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose, whole):
     """A tensor map holds an address, which follows the weight and x: as they come, gathered, transposed."""
     for tokens in (200, 1000):
         sets = [dense("wo_a", tokens, 4, 512, 256, 16, seed) for seed in range(4)]
@@ -222,7 +228,7 @@ def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
 
         choose(False)
         wanted = [run(i) for i in range(4)]
-        answers = choose(True)
+        answers = choose(True, whole=whole)
         with torch.no_grad():
             for i in (0, 1, 2, 3, 0):
                 assert_bits(linear(*sets[i]), wanted[i][0], f"T {tokens}, set {i}")
