@@ -186,13 +186,16 @@ class Module:
         self._functions: dict[tuple, int] = {}
         self._shared: dict[str, int] = {}  # the most dynamic shared memory that each kernel was allowed so far
         self._constants: dict[str, int] = {}
+        self._asking = threading.Lock()  # for what is asked first: of two threads the one that wants less may not have the last word
 
     def function(self, op: str, name: str, shared: int = 0, wide_cluster: bool = False) -> int:
         """The handle of a kernel, allowed `shared` bytes of dynamic shared memory and clusters of more than 8 blocks."""
         key = (name, shared, wide_cluster)
         found = self._functions.get(key)
-        if found is None:
-            _not_inside_a_capture(op)
+        if found is not None:
+            return found
+        _not_inside_a_capture(op)
+        with self._asking:
             lib, out = driver.library(), ctypes.c_void_p()
             driver.check(lib.cuModuleGetFunction(ctypes.byref(out), self.handle, name.encode()), f"no kernel {name}")
             found = out.value or 0

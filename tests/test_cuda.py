@@ -317,6 +317,22 @@ def test_a_kernel_keeps_the_shared_memory_it_was_allowed(house):
     assert [value for _, attribute, value in house.driver.attributes if attribute == 8] == [100_000, 120_000]
 
 
+def test_of_two_threads_the_one_that_wants_more_shared_memory_has_it(house, monkeypatch):
+    module, set_attribute, threads = house.load(), house.driver.cuFuncSetAttribute, []
+
+    def slow(function, attribute, value):
+        if value == 60_000:  # the other thread comes before this one's word has reached the driver
+            threads.append(threading.Thread(target=module.function, args=("plan", "probe", 100_000)))
+            threads[0].start()
+            threads[0].join(0.2)
+        return set_attribute(function, attribute, value)
+
+    monkeypatch.setattr(house.driver, "cuFuncSetAttribute", slow)
+    module.function("plan", "probe", 60_000)
+    threads[0].join()
+    assert [value for _, attribute, value in house.driver.attributes if attribute == 8] == [60_000, 100_000]
+
+
 def test_functions_attributes_and_constants(house):
     module = house.load()
     small = module.function("delta", "probe", shared=48 << 10)
