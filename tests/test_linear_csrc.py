@@ -654,22 +654,9 @@ def test_a_damaged_plan_leads_nowhere_else(on_cpu, sort):
     for plan in (wild, near, torch.where(near % 3 == 0, wild, near)):
         out, untouched = room_for(on_cpu, torch.empty(240, 1, 40))
         mode = linear_cuda.SORTED if sort else linear_cuda.EXPERT
-        args = (
-            on_cpu.edge(x),
-            1,
-            on_cpu.edge(w),
-            h,
-            1,
-            on_cpu.edge(b),
-            None,
-            out,
-            on_cpu.edge(ids),
-            1,
-            on_cpu.edge(plan),
-            None,
-            scalings,
-        )
-        assert linear_cuda.product("linear", *args, None, False, None, 1, 1, mode, 16, 1, 2, False)
+        operands = (on_cpu.edge(x), on_cpu.edge(w), h, on_cpu.edge(b), None, out, on_cpu.edge(ids), (1, 1, 1), on_cpu.edge(plan))
+        tiling = linear_cuda.Tiling(mode, 16, 1, 2, False)
+        assert linear_cuda.product("linear", *operands, None, scalings, None, False, None, tiling)
         assert untouched()
         assert (out.isnan() | (out == 0) | (out == 72 + 16)).all()
 

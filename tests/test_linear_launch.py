@@ -312,14 +312,15 @@ def launched(maps, monkeypatch):
     monkeypatch.setattr(importlib.import_module("grouped_lora_ops.kernels.halves"), "launch", lambda *args: None)
     defaults = dict(
         x_div=1, h_div=1, ids=torch.zeros(130, dtype=torch.int32), id_div=1, plan=None, ranks=None, scalings=None, weights=None,
-        staged=False, sum_groups=1, h_groups=1, mode=linear_cuda.ROWS, rank_block=16, tile_group=8, programs=7, overlap=True,
+        staged=False, mode=linear_cuda.ROWS, rank_block=16, tile_group=8, programs=7, overlap=True, narrow=False,
     )  # fmt: skip
-    order = "x x_div w h h_div b bias out ids id_div plan ranks scalings weights staged sizes sum_groups h_groups mode rank_block".split()
+    order = "x w h b bias out ids divs plan ranks scalings weights staged sizes".split()
 
     def run(**changes):
         given = {**defaults, **layouts(), **changes}
-        values = [given[name] for name in (*order, "tile_group", "programs", "overlap")]
-        assert linear_cuda.product("linear", *values, given.get("narrow", False))
+        given["divs"] = tuple(given[name] for name in ("x_div", "h_div", "id_div"))
+        tiling = linear_cuda.Tiling(*[given[name] for name in linear_cuda.Tiling._fields])
+        assert linear_cuda.product("linear", *[given[name] for name in order], tiling)
         return seen[-1]
 
     return run
@@ -344,7 +345,7 @@ def test_the_struct_that_a_launch_has(launched, maps):
 def test_flags_strides_and_slices(launched, maps):
     ids = torch.zeros(260, dtype=torch.int64)[::2]
     given = dict(bias=empty(3, 1, 24, dtype=torch.float32), out=empty(130, 1, 24, dtype=torch.float32), weights=torch.ones(130))
-    p, _, how = launched(x=empty(65, 1, 64), x_div=2, ids=ids, staged=True, overlap=False, sum_groups=2, **given)
+    p, _, how = launched(x=empty(65, 1, 64), x_div=2, ids=ids, staged=True, overlap=False, **given)
     F = linear_cuda
     assert p.flags == F.IDS64 | F.BIAS32 | F.OUT32 | F.WEIGHTS32 | F.STAGED, "rows of x that several routes share are gathered"
     assert (p.ids_stride, p.weights_stride, p.x_g, p.o_g, p.c_g, p.x_div, p.sum_groups) == (2, 1, 0, 0, 0, 2, 2)

@@ -214,11 +214,9 @@ def run_linear(
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight, by csrc/linear.cu where the choice and the layouts allow it."""
     if config.cuda and to.plan is not None and linear_cuda.fits(x, w, h, b, bias, out, None):
         h_div = to.top_k if h is not None and h.shape[1] != to.routes else 1
-        sums = (w.shape[1], 1 if b is None else b.shape[2]) if out.shape[1] == 1 else (1, 1)
-        if linear_cuda.product(
-            name, x, to.top_k if to.per_token(x) else 1, w, h, h_div, b, bias, out, to.adapters, to.top_k, to.plan, ranks,
-            scalings, weights, staged, None, *sums, linear_cuda.EXPERT, config.rank_block, 1, common.facts(x)[1], config.pdl,
-        ):  # fmt: skip
+        divs = (to.top_k if to.per_token(x) else 1, h_div, to.top_k)
+        tiling = linear_cuda.Tiling(linear_cuda.EXPERT, config.rank_block, 1, common.facts(x)[1], config.pdl)
+        if linear_cuda.product(name, x, w, h, b, bias, out, to.adapters, divs, to.plan, ranks, scalings, weights, staged, None, tiling):
             return
     from ..kernels import expert_linear as kernels
 

@@ -118,11 +118,10 @@ def _base_and_delta(
         w, b5, bias3 = weight[None], None if b is None else b[:, None], None if bias is None else bias[None]
         if linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
             mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
-            sums = (weight.shape[0], 1 if h is None else h.shape[2]) if summed else (1, 1)
+            tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.narrow)
             if linear_cuda.product(
-                name, x, 1, w, h, 1, b5, bias3, out, adapter_ids, 1, plan if mode else None, ranks, scalings, None, False,
-                sizes, *sums, mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.narrow,
-            ):  # fmt: skip
+                name, x, w, h, b5, bias3, out, adapter_ids, (1, 1, 1), plan if mode else None, ranks, scalings, None, False, sizes, tiling
+            ):
                 return
     from ..kernels import linear as kernels
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -65,40 +67,45 @@ def _map_of(w: Tensor, along_n: bool) -> list[int]:
     return driver.tensor_map(w, order, box)
 
 
+class Tiling(NamedTuple):
+    """How the work is cut and dealt out."""
+
+    mode: int
+    rank_block: int  # columns of h whose high parts are all added before their low ones
+    tile_group: int  # so many tiles of rows take turns at a block of W
+    programs: int  # blocks
+    overlap: bool  # programmatic dependent launch
+    narrow: bool = False  # tiles of 128 columns, not 256
+
+
 def product(
     name: str,
     x: Tensor,  # [M or M / x_div, G or 1, D]
-    x_div: int,
     w: Tensor,  # [E, G or 1, N, D]; dense: E = 1
     h: Tensor | None,  # [chunks, M or M / h_div, G' or 1, r] float32; or [M, G' or 1, 2, r] bf16, scaling · h in two parts
-    h_div: int,
     b: Tensor | None,  # [L, E|1, G' or 1, N, r]
     bias: Tensor | None,  # [E, G or 1, N]
     out: Tensor,  # [M, G, N]; one group of y from two of x and W, or of h and B: their sum
     ids: Tensor | None,  # adapters of the tokens; None: slot 0
-    id_div: int,  # routes of a token
+    divs: tuple[int, int, int],  # rows of y that share a row of x, a row of h, and an id
     plan: Tensor | None,
     ranks: Tensor | None,
     scalings: Tensor | None,
     weights: Tensor | None,  # [M]
     staged: bool,
     sizes: tuple | None,
-    sum_groups: int,
-    h_groups: int,
-    mode: int,
-    rank_block: int,
-    tile_group: int,
-    programs: int,
-    overlap: bool,
-    narrow: bool = False,
+    tiling: Tiling,
 ) -> bool:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
-    this GPU has no such kernel. narrow: tiles of 128 columns, not 256.
+    this GPU has no such kernel.
     """
+    mode, rank_block, tile_group, programs, overlap, narrow = tiling
+    x_div, h_div, id_div = divs
     module = loaded(name, out)
     if module is None:
         return False
     rows, groups, columns = out.shape
+    sums = (w.shape[1], 1 if b is None else b.shape[2]) if groups == 1 and sizes is None else (1, 1)
     along_n = transposed(w)
     shared = module.constant(name, "shared_bytes_narrow" if narrow else "shared_bytes")
     kernel = f"linear_bf16{'_narrow' if narrow else ''}{'_transposed' if along_n else ''}"
@@ -125,7 +132,7 @@ def product(
         stride(b, 0), stride(b, 1), stride(b, 2), 0 if b is None else b.stride(4 if along_n else 3),
         stride(bias, 0), stride(bias, 1), stride(out, 0), stride(out, 1), 0 if weights is None else weights.stride(0),
         2 * stride(x, 0), 2 * stride(both, 0), rows, 0 if h is None else b.shape[0], x.shape[2], columns, 0 if h is None else h.shape[3], w.shape[0],
-        x_div, h_div, id_div, groups, sum_groups, h_groups, rank_block, mode, tile_group, flags,
+        *divs, groups, *sums, rank_block, mode, tile_group, flags,
         0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 10,
     )  # fmt: skip
     cuda.launch(function, (programs, 1, 1), THREADS, LAYOUT, values, shared=shared, pdl=bool(flags & OVERLAP))
