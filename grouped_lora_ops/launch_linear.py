@@ -112,9 +112,8 @@ def _shrink(p: Problem) -> ShrinkConfig | None:
     return replace(launch.shrink(p, split=split), pdl=has_pdl(p.arch))
 
 
-def _shrink_ahead(p: Problem, programs: int) -> ShrinkConfig | None:
-    """`_shrink` ahead of so many blocks of csrc/linear.cu: what was fastest together with it on an H200 (bench/NOTES.md)."""
-    config = _shrink(p)
+def _shrink_ahead(p: Problem, config: ShrinkConfig | None, programs: int) -> ShrinkConfig | None:
+    """config, or what was faster ahead of so many blocks of csrc/linear.cu on an H200 (bench/NOTES.md)."""
     if config is None:
         return None
     block_r, rows = launch.rank_block(p.rank, p.itemsize), p.rows_per_slot
@@ -159,7 +158,7 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     if programs < 0.45 * p.sms:
         return config
     cuda = CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, narrow)
-    return replace(config, shrink=_shrink_ahead(p, programs), cuda=cuda)
+    return replace(config, shrink=_shrink_ahead(p, config.shrink, programs), cuda=cuda)
 
 
 def _sorts(p: Problem) -> bool:

@@ -91,16 +91,14 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     h = b = None
     if config.shrink is not None:
         plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN == config.shrink.mode or _by_plan(config))
+        b = common.grouped(lora_b, 4)
         h_groups = dims.groups if dims.h_grouped else 1
-        chunks = config.shrink.chunks if config.shrink.split else 1
-        h, b = None, common.grouped(lora_b, 4)
-        if config.cuda is not None and not config.shrink.split and scales is None and linear_cuda.loaded(name, out) is not None:
-            parts = torch.empty((dims.tokens, h_groups, 2, dims.rank), dtype=x.dtype, device="meta")  # as csrc/linear.cu reads h
-            if linear_cuda.fits(xg, weight[None], parts, b[:, None], bias if bias is None else bias[None], outg, sizes):
-                h = driver.empty(parts.shape, x.dtype, x.device)
-        if h is None:
-            h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
-        factors = None if h.dtype == torch.float32 else scalings
+        halves = (dims.tokens, h_groups, 2, dims.rank)  # the high and the low part of each
+        if _reads_halves(name, xg, weight, scales, b, bias, outg, sizes, halves, config):
+            h, factors = driver.empty(halves, x.dtype, x.device), scalings
+        else:
+            chunks = config.shrink.chunks if config.shrink.split else 1
+            h, factors = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), None
         shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, factors, None, False, config.shrink)
     _base_and_delta(name, xg, weight, scales, h, b, bias, outg, adapter_ids, plan, ranks, scalings, dims.slots, sizes, None, False, config)
 
@@ -109,13 +107,26 @@ def _by_plan(config: launch_linear.LinearConfig) -> bool:
     return config.mode in (launch.PLAN, launch_linear.SORTED) or (config.cuda is not None and config.cuda.mode == launch_linear.SORTED)
 
 
+def _reads_halves(name, x, weight, scales, b, bias, out, sizes, halves, config: launch_linear.LinearConfig) -> bool:
+    """Whether csrc/linear.cu follows a whole shrink, which then writes scaling · h for it, in parts of shape halves."""
+    if config.cuda is None or config.shrink.split or scales is not None or linear_cuda.loaded(name, out) is None:
+        return False
+    w, b5, bias3 = _one_expert(weight, b, bias)
+    return linear_cuda.fits(x, w, torch.empty(halves, dtype=x.dtype, device="meta"), b5, bias3, out, sizes)
+
+
+def _one_expert(weight: Tensor, b: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(weight, b, bias) with the axis of experts, here of size 1, that csrc/linear.cu reads."""
+    return weight[None], None if b is None else b[:, None], None if bias is None else bias[None]
+
+
 def _base_and_delta(
     name, x, weight, scales, h, b, bias, out, adapter_ids, plan, ranks, scalings, slots, sizes, d_sizes, summed, config
 ) -> None:
     """`kernels.linear.linear`, or csrc/linear.cu where the choice and the layouts allow it."""
     cuda = config.cuda
     if cuda is not None and scales is None and d_sizes is None:
-        w, b5, bias3 = weight[None], None if b is None else b[:, None], None if bias is None else bias[None]
+        w, b5, bias3 = _one_expert(weight, b, bias)
         if linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
             mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
             tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.narrow)
