@@ -50,6 +50,24 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[6
                  : F16(0), F16(16), F16(32), F16(48)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
+// … by 64, 32 and 16 columns.
+template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[32], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " D8(1) D8(2)
+                     "%30, %31}, %32, %33, 1, 1, 1, 0, %34;"
+                 : F16(0), F16(16)
+                 : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
+}
+template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[16], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "%16, %17, 1, 1, 1, 0, %18;"
+                 : F16(0)
+                 : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
+}
+template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[8], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, %10;"
+                 : F4(0), F4(4)
+                 : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
+}
 #undef F16
 #undef F4
 #undef D8

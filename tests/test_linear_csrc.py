@@ -38,9 +38,9 @@ BF16 = torch.bfloat16
 # --- the source on the CPU ---
 
 
-def translated(change=lambda text: text) -> str:
-    """csrc/linear.cu as C++. What is no assembly in hopper.cuh and a mistake could hide in, the descriptors, comes from there."""
-    text, hopper = (change((ROOT / "csrc" / name).read_text()) for name in ("linear.cu", "hopper.cuh"))
+def translated(change=lambda text: text, source: str = "linear.cu", prefix: str = "") -> str:
+    """A file of csrc as C++. What is no assembly in hopper.cuh and a mistake could hide in, the descriptors, comes from there."""
+    text, hopper = (change((ROOT / "csrc" / name).read_text()) for name in (source, "hopper.cuh"))
     lines = re.findall(r"^.*(?:u64 [kn]_major\(|u32 K_MAJOR_16).*$", hopper, re.MULTILINE)
     assert len(lines) == 3
     head = "\n".join([f'#include "{ROOT / "tests/hopper_on_cpu.h"}"', *lines])
@@ -52,18 +52,18 @@ def translated(change=lambda text: text) -> str:
         text, found = re.subn(pattern, lambda _, by=by: by, text)
         assert found == 1, pattern
     run = (
-        'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 shared, u32 seed, void *ahead, size_t bytes) '
-        "{ return cpu::run_grid(blocks, THREADS, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
+        'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 threads, u32 shared, u32 seed, void *ahead, size_t bytes) '
+        "{ return cpu::run_grid(blocks, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
     )
-    return text + "".join([run % (name, name) for name in kernels_of(text)])
+    return text + "".join([run % (name, prefix + name) for name in kernels_of(text)])
 
 
 def kernels_of(text: str) -> list[str]:
     return re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE)
 
 
-def compiled(folder: Path, change=lambda text: text):
-    text = translated(change)
+def compiled(folder: Path, change=lambda text: text, source: str = "linear.cu", prefix: str = ""):
+    text = translated(change, source, prefix)
     (folder / "linear.cpp").write_text(text)
     # no fma: what rounds twice on the GPU must do so here
     command = ["g++", "-std=c++17", "-O2", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
@@ -144,7 +144,7 @@ class OnCpu:
         self.last = name
         ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 2 * h.numel())
         wrong = getattr(self.library, f"run_{name}")(
-            ctypes.c_char_p(data), grid[0], shared, self.seed, ctypes.c_void_p(ahead[0]), ctypes.c_size_t(ahead[1])
+            ctypes.c_char_p(data), grid[0], threads, shared, self.seed, ctypes.c_void_p(ahead[0]), ctypes.c_size_t(ahead[1])
         )
         self.seed += 1
         assert wrong is None, f"{wrong.decode()}, seed {self.seed - 1}"
