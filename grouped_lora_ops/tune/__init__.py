@@ -5,8 +5,8 @@
     python -m grouped_lora_ops tune -k r16- -k S1-T8-          only points whose names hold one of these
 
 Each point is a problem (rank, slots, groups, tokens) that stands for its neighbourhood. A configuration counts only if it is
-exact on small integers and has the closed form's bits on random numbers; one that is at least 3 % faster than the closed form
-becomes a rule. The table is used where GROUPED_LORA_TABLE names it; in grouped_lora_ops/launch_tables/ it ships.
+exact on small integers and has the closed form's bits on random numbers; one that is at least 3 % faster than the closed form,
+when both are timed in turn, becomes a rule. The table is used where GROUPED_LORA_TABLE names it; in grouped_lora_ops/launch_tables/ it ships.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -82,6 +83,8 @@ def measure(point: Point, device, say) -> dict:
         for label, rule in rules.items():
             try:
                 config = candidates.config_of(rule, p)
+                if config == default:
+                    continue
                 wrong = device.wrong(config)
                 if wrong:
                     dropped[label] = wrong
@@ -105,8 +108,21 @@ def measure(point: Point, device, say) -> dict:
         rules |= behind
         try_all(behind)
     fastest = min(times, key=times.__getitem__, default=None)
+    if fastest is not None and times[fastest] < default_us:
+        config = candidates.config_of(rules[fastest], p)
+        default_us, times[fastest] = _in_turn(device, (default, config), (default_us, times[fastest]))
     found = {"default_us": round(default_us, 3), "us": round(times.get(fastest, default_us), 3), "label": fastest}
     return found | {"rule": rules.get(fastest), "tried": len(times), "dropped": dropped}
+
+
+def _in_turn(device, configs: tuple, us: tuple) -> list[float]:
+    """The medians of `us` and two more times of each, one after the other: the GPU has another clock and temperature now than when the
+    first configuration was timed."""
+    times = [[first] for first in us]
+    for _ in range(2):
+        for config, its in zip(configs, times):
+            its.append(device.us(config))
+    return [statistics.median(its) for its in times]
 
 
 def tune(points: list[Point], device, out: Path, workers: int = 0) -> dict:

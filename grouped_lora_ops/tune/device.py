@@ -30,7 +30,8 @@ class Device:
         self.close()
         self.point = point
         generator = torch.Generator().manual_seed(8)
-        self.ids = torch.randint(0, point.slots, (point.tokens,), generator=generator).to(self.device, torch.int32)
+        ids = torch.randperm(point.tokens, generator=generator) % point.slots  # evenly spread, as launch.Problem has it
+        self.ids = ids.to(self.device, torch.int32)
         self.scalings = torch.tensor([(0.5, 1.0, 2.0)[slot % 3] for slot in range(point.slots)], device=self.device)
         self.plan = ops.plan(self.ids, point.slots) if launch.needs_plan(point.tokens, point.slots) else None
         size = 2 * sum(t.numel() for t in self._set(0).values())
