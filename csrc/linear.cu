@@ -1,6 +1,6 @@
 // y = x Wᵀ + scaling · h Bᵀ + bias for many rows, in one accumulator: TMA, wgmma, one persistent block a multiprocessor.
 //
-// A tile is 128 rows × 256 columns of y (128 where those make too few tiles), a stage of the ring 64 columns of D. Warps have parts
+// A tile is 128 rows × 256 columns of y (128 or 64 where those make too few tiles), a stage of the ring 64 columns of D. Warps have parts
 // to play:
 //   1 fetches W by TMA, and x too where a tile's rows follow one another.
 //   2 gather x's rows by cp.async from wherever they lie else (a plan's order, an expert's routes: no permuted copy of x
@@ -69,7 +69,7 @@ struct Info { // of a tile
 };
 
 template <u32 BLOCK_N> struct Shared {
-    static constexpr u32 BN = BLOCK_N, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES, STAGES = BN == 256 ? 4 : 6;
+    static constexpr u32 BN = BLOCK_N, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES, STAGES = BN == 256 ? 4 : 6; // 64: a shrink's block has room beside it
     __align__(1024) u8 stages[STAGES][STAGE];
     Info info[2];
     u32 mask[MAX_SLOTS / 32];     // slots that occur in a tile
@@ -77,8 +77,9 @@ template <u32 BLOCK_N> struct Shared {
     int tiles[MAX_EXPERTS + 1];   // … last tile + 1
     u64 full[STAGES], empty[STAGES], told[2], heard[2];
 };
-extern "C" __device__ const int shared_bytes = sizeof(Shared<256>) + 1024;
-extern "C" __device__ const int shared_bytes_narrow = sizeof(Shared<128>) + 1024;
+extern "C" __device__ const int shared_bytes_256 = sizeof(Shared<256>) + 1024;
+extern "C" __device__ const int shared_bytes_128 = sizeof(Shared<128>) + 1024;
+extern "C" __device__ const int shared_bytes_64 = sizeof(Shared<64>) + 1024;
 
 // --- tiles ---
 
@@ -225,9 +226,10 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void fetch(const P
                     for (u32 c = 0; c < BN / 64; ++c)
                         fetch_box(at + X_BYTES + c * (64 * 128), p.map, t.n + 64 * c, k, t.w_group + g, t.expert, s.full[stage]);
                 } else {
+                    static constexpr u32 BOX = BN < 128 ? BN : 128;
 #pragma unroll
-                    for (u32 c = 0; c < BN / 128; ++c)
-                        fetch_box(at + X_BYTES + c * (128 * 128), p.map, k, t.n + 128 * c, t.w_group + g, t.expert, s.full[stage]);
+                    for (u32 c = 0; c < BN / BOX; ++c)
+                        fetch_box(at + X_BYTES + c * (BOX * 128), p.map, k, t.n + BOX * c, t.w_group + g, t.expert, s.full[stage]);
                 }
                 if (in_order) fetch_box(at, p.x_map, k, t.first, p.x_g ? t.group + g : 0, 0, s.full[stage]);
             }
@@ -608,10 +610,10 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Par
     if (p.mode == EXPERT) row_tiles = s.tiles[p.experts];
     const u32 blocks = column_blocks<BN>(p);
     if (threadIdx.x < MULTIPLY) {
-        more_registers<200>();
+        if constexpr (BN > 64) more_registers<200>();
         multiply_and_write<TRANSPOSED, BN>(p, s, row_tiles, blocks);
     } else {
-        fewer_registers<104>();
+        if constexpr (BN > 64) fewer_registers<104>();
         if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, BN>(p, s, row_tiles, blocks);
         else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, BN>(p, s, row_tiles, blocks);
         else find(p, s, row_tiles, blocks);
@@ -619,15 +621,20 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Par
 }
 
 #define KERNEL(name, transposed, columns)                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) name(const __grid_constant__ Params p) { run<transposed, columns>(p); }
+    extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS)          name(const __grid_constant__ Params p) {                           \
+        run<transposed, columns>(p);                                                                                                                \
+    }
 #else
-extern "C" __device__ const int shared_bytes = 0;
-extern "C" __device__ const int shared_bytes_narrow = 0;
+extern "C" __device__ const int shared_bytes_256 = 0;
+extern "C" __device__ const int shared_bytes_128 = 0;
+extern "C" __device__ const int shared_bytes_64 = 0;
 #define KERNEL(name, transposed, columns)                                                                                                           \
     extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(linear_bf16, false, 256)
-KERNEL(linear_bf16_transposed, true, 256)
-KERNEL(linear_bf16_narrow, false, 128)
-KERNEL(linear_bf16_narrow_transposed, true, 128)
+KERNEL(linear_bf16_256, false, 256)
+KERNEL(linear_bf16_256_transposed, true, 256)
+KERNEL(linear_bf16_128, false, 128)
+KERNEL(linear_bf16_128_transposed, true, 128)
+KERNEL(linear_bf16_64, false, 64)
+KERNEL(linear_bf16_64_transposed, true, 64)

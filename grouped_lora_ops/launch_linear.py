@@ -24,12 +24,12 @@ KB = 1024
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A launch of csrc/linear.cu: tiles of 128 × 256 (narrow: 128 × 128), a block a multiprocessor that takes several in turn."""
+    """A launch of csrc/linear.cu: tiles of 128 rows, a block a multiprocessor that takes several in turn."""
 
     mode: int  # ROWS, or SORTED
     programs: int
     tile_group: int
-    narrow: bool = False
+    columns: int = 256  # of a tile: 256, 128 or 64
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def _shrink(p: Problem) -> ShrinkConfig | None:
 
 
 def _shrink_ahead(p: Problem, config: ShrinkConfig | None, programs: int) -> ShrinkConfig | None:
-    """config, or what was faster ahead of so many blocks of csrc/linear.cu on an H200 (bench/NOTES.md)."""
+    """config, or what was faster on an H200 (bench/NOTES.md) ahead of csrc/linear.cu, so many blocks of which leave it no room on
+    their multiprocessors."""
     if config is None:
         return None
     block_r, rows = launch.rank_block(p.rank, p.itemsize), p.rows_per_slot
@@ -152,13 +153,12 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     config = tiles(p, transposed, fp16)
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
         return config
-    programs, narrow = _programs(p, 128, 256), False
-    if programs < 0.7 * p.sms:
-        programs, narrow = _programs(p, 128, 128), True
+    columns = next((width for width in (256, 128) if _programs(p, 128, width) >= 0.7 * p.sms), 64)
+    programs = _programs(p, 128, columns)
     if programs < 0.45 * p.sms:
         return config
-    cuda = CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, narrow)
-    return replace(config, shrink=_shrink_ahead(p, config.shrink, programs), cuda=cuda)
+    cuda = CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, columns)
+    return replace(config, shrink=_shrink_ahead(p, config.shrink, 0 if columns == 64 else programs), cuda=cuda)
 
 
 def _sorts(p: Problem) -> bool:

@@ -59,11 +59,11 @@ def cuda_choice(monkeypatch):
         answers.append(product(*args))
         return answers[-1]
 
-    def apply(on: bool, programs: int | None = None, narrow: bool = False, whole: bool | None = False) -> list:
+    def apply(on: bool, programs: int | None = None, columns: int = 256, whole: bool | None = False) -> list:
         def dense(p, transposed=False, fp16=False):
             config = chosen(p, transposed, fp16)
             small = chosen(replace(p, sms=1), transposed, fp16).cuda if on else None  # one multiprocessor is never too large
-            found = None if small is None else replace(small, programs=programs or p.sms, narrow=narrow)
+            found = None if small is None else replace(small, programs=programs or p.sms, columns=columns)
             if (p.tokens % 2 if whole is None else whole) and found is not None and config.shrink is not None:
                 shrink = launch.shrink_with(p, 32, launch.rank_block(p.rank, 2), 128, 4, 3, split=False)
                 config = replace(config, shrink=replace(shrink, pdl=config.pdl))

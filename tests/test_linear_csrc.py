@@ -209,7 +209,7 @@ def room_for(on_cpu, out, dtype=BF16):
     return room[..., columns], untouched
 
 
-def run_dense(on_cpu, c, weight, bias, h, sort=False, programs=2, tile_group=2, pdl=True, narrow=False):
+def run_dense(on_cpu, c, weight, bias, h, sort=False, programs=2, tile_group=2, pdl=True, columns=256):
     """y, by `linear`'s way to the kernel from the shrink on."""
     x, w, b = common.grouped(c.x, 3), linear_op._outer(weight, 3), None if h is None else common.grouped(c.b, 4)
     out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
@@ -218,7 +218,7 @@ def run_dense(on_cpu, c, weight, bias, h, sort=False, programs=2, tile_group=2, 
         "sm_90", 132, 2, x.shape[0], out.shape[1], x.shape[2], out.shape[2], 0 if h is None else h.shape[3], slots
     )
     choice = launch_linear.CudaConfig(
-        launch_linear.SORTED if sort else launch_linear.ROWS, programs, tile_group, narrow
+        launch_linear.SORTED if sort else launch_linear.ROWS, programs, tile_group, columns
     )
     config = replace(launch_linear.linear_with(p, launch_linear.ROWS, 64), cuda=choice, pdl=pdl)
     x = x if 0 in x.stride() else on_cpu.edge(x)
@@ -245,17 +245,17 @@ def dense(on_cpu, c, weight, bias=None, *, lora=True, chunks=2, what="", **how):
 
 SIZES = dict(tokens=200, slots=3, features=72, out=264, rank=16)
 both_orders = pytest.mark.parametrize("sort", [False, True], ids=["rows as they lie", "plan order"])
-both_widths = pytest.mark.parametrize("narrow", [False, True], ids=["256 columns", "128 columns"])
+all_widths = pytest.mark.parametrize("columns", [256, 128, 64])
 
 
-@both_widths
+@all_widths
 @both_orders
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(on_cpu, form, sort, narrow):
+def test_forms(on_cpu, form, sort, columns):
     sizes = [40, 264, 8] if "slices" in form else None
     c, weight, bias = case(form, **SIZES, ranks=True, sizes=sizes)
-    dense(on_cpu, c, weight, bias, sort=sort, narrow=narrow)
-    if sizes and not narrow:  # the last block first: what a tile writes past its slice is not written over
+    dense(on_cpu, c, weight, bias, sort=sort, columns=columns)
+    if sizes and columns == 256:  # the last block first: what a tile writes past its slice is not written over
         dense(on_cpu, c, weight, bias, sort=sort, programs=3)
 
 
@@ -323,11 +323,11 @@ def test_features_and_what_lies_behind_a_row(on_cpu, features, sort):
     dense(on_cpu, c, place(weight, "slice"), bias, sort=sort)
 
 
-@both_widths
+@all_widths
 @pytest.mark.parametrize("out", [8, 128, 136, 256, 264, 520])
-def test_columns(on_cpu, out, narrow):
+def test_columns(on_cpu, out, columns):
     c, weight, bias = case("wo_a", **SIZES | dict(out=out, tokens=70, rank=24))
-    dense(on_cpu, c, weight, bias, narrow=narrow)
+    dense(on_cpu, c, weight, bias, columns=columns)
 
 
 @both_orders
@@ -366,15 +366,15 @@ def test_one_row_for_all_tokens(on_cpu):
     dense(on_cpu, replace(c, x=c.x[:1].expand(200, -1)), weight, bias)
 
 
-@both_widths
+@all_widths
 @both_orders
 @pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])
-def test_factors_stored_along_columns(on_cpu, form, sort, narrow):
+def test_factors_stored_along_columns(on_cpu, form, sort, columns):
     for rank, features in ((8, 72), (72, 200)):
         c, weight, bias = case(form, **SIZES | dict(rank=rank, features=features), sizes=[8, 264, 40], ranks=True)
         c = replace(c, b=place(c.b, "transposed"))
-        dense(on_cpu, c, place(weight, "transposed"), bias, sort=sort, narrow=narrow)
-        assert on_cpu.last == f"linear_bf16{'_narrow' if narrow else ''}_transposed"
+        dense(on_cpu, c, place(weight, "transposed"), bias, sort=sort, columns=columns)
+        assert on_cpu.last == f"linear_bf16_{columns}_transposed"
 
 
 @both_orders
@@ -404,7 +404,7 @@ def test_gradient_of_x(on_cpu, monkeypatch, form, sort):
     plan = reference.plan(c.ids, 3)
     w, a = on_cpu.edge(weight), on_cpu.edge(c.a)
     got = linear_op._dx("linear_backward", c.grad_y, c.x, w, a, v, c.ids, c.out_sizes, c.ranks, plan, None)
-    assert len(on_cpu.launches) == 1 and on_cpu.last == "linear_bf16_transposed"
+    assert len(on_cpu.launches) == 1 and on_cpu.last == "linear_bf16_256_transposed"
     assert_equal(got, want_grads(c, weight, bias)[0], f"seed {on_cpu.seed - 1}")
 
 
@@ -413,17 +413,17 @@ def without_tails(b, ranks):
     return torch.where(torch.arange(b.shape[-1]) < ranks.view(-1, *[1] * (b.dim() - 1)), b, 0)
 
 
-@both_widths
+@all_widths
 @pytest.mark.parametrize("stored", ["dense", "transposed"])
 @pytest.mark.parametrize("rank, sort", [(16, False), (16, True), (32, False), (72, True)])
-def test_inf_and_nan_of_an_adapter_are_its_rows_alone(on_cpu, rank, stored, sort, narrow):
+def test_inf_and_nan_of_an_adapter_are_its_rows_alone(on_cpu, rank, stored, sort, columns):
     c, weight, bias = case("wo_a", **SIZES | dict(rank=rank, features=64), ranks=[rank, rank - 3, rank])
     clean = want_linear(c, weight, bias)
     b = c.b.clone()
     b[1, 0, 5, 2], b[1, 1, 263, rank - 4], b[1, 0, 100, 0] = float("inf"), NAN, float("-inf")
     b[2, 1, 17, rank - 1] = NAN
     c = replace(c, b=place(b, stored))
-    got = run_dense(on_cpu, c, place(weight, stored), bias, h_of(c, torch.Generator(), 1), sort, narrow=narrow)
+    got = run_dense(on_cpu, c, place(weight, stored), bias, h_of(c, torch.Generator(), 1), sort, columns=columns)
     wrong = torch.zeros(got.shape, dtype=torch.bool)
     wrong[c.ids == 1, 0, 5] = wrong[c.ids == 1, 1, 263] = wrong[c.ids == 1, 0, 100] = wrong[c.ids == 2, 1, 17] = True
     assert wrong.any() and torch.equal(~got.isfinite(), wrong), f"seed {on_cpu.seed - 1}"
@@ -573,7 +573,7 @@ def test_other_storage_of_experts(on_cpu, monkeypatch):
     experts(on_cpu, monkeypatch, c)
     c = build_routes("per expert", experts=5, weights="transposed", **EXPERTS)
     experts(on_cpu, monkeypatch, replace(c, b=place(c.b, "transposed"), x=place(c.x, "slice")))
-    assert on_cpu.last == "linear_bf16_transposed"
+    assert on_cpu.last == "linear_bf16_256_transposed"
 
 
 @pytest.mark.parametrize("factors", ["per expert", "an A each", "both shared"])
@@ -616,7 +616,7 @@ def test_gradient_of_x_of_experts(on_cpu, monkeypatch, factors, weights):
         )
         assert_equal(got, rounded(want, dtype), f"seed {on_cpu.seed - 1}")
         values = on_cpu.launches.pop()[1]
-        assert on_cpu.last == "linear_bf16_transposed" and values[SUMS_AT : SUMS_AT + 2] == (
+        assert on_cpu.last == "linear_bf16_256_transposed" and values[SUMS_AT : SUMS_AT + 2] == (
             w.shape[1] if w.dim() == 4 else 1,
             a.shape[2],
         )
@@ -686,7 +686,7 @@ FAULTS = {
 def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
     before, after = FAULTS[fault]
     assert (ROOT / "csrc/linear.cu").read_text().count(before) == 1
-    one_kernel = re.compile(r"^KERNEL\((?!linear_bf16,).*$", re.MULTILINE)  # the others would only be compiled
+    one_kernel = re.compile(r"^KERNEL\((?!linear_bf16_256,).*$", re.MULTILINE)  # the others would only be compiled
     on_cpu = OnCpu(compiled(tmp_path, lambda text: one_kernel.sub("", text.replace(before, after))), monkeypatch)
     c, weight, bias = case("plain", **SIZES | dict(rank=40, slots=4, tokens=300))
     seen = torch.arange(264) != 7  # B is Inf there

@@ -49,9 +49,9 @@ def test_other_gpus_and_dtypes_do_not():
 
 
 def test_narrow_tiles_where_wide_ones_leave_multiprocessors_idle():
-    for out, narrow in ((1024, False), (512, True), (64, None)):
-        c = launch_linear.linear(problem(tokens=1024, out_features=out)).cuda  # 128, 64 (128 narrow ones) and 32 tiles
-        assert (None if c is None else c.narrow) == narrow
+    for out, columns in ((1024, 256), (512, 128), (256, 64), (64, None)):
+        c = launch_linear.linear(problem(tokens=1024, out_features=out)).cuda  # 128; 64, or 128; 128 of 64; 32 tiles
+        assert (None if c is None else c.columns) == columns
         assert c is None or c.programs == 128
 
 
@@ -89,9 +89,13 @@ def test_every_choice_is_one_that_the_kernel_has():
 
 
 def test_the_shrink_ahead_of_it():
-    """Whole where its programs leave room for the product to start beside them, or where rows are many; else split over D."""
+    """Whole where the product starts beside it, on the same multiprocessors (tiles of 64 columns) or on others, or where rows are many;
+    else split over D."""
     beside, alone, many = (launch_linear.linear(problem(tokens=tokens, rank=16)) for tokens in (256, 1024, 8192))
-    assert not beside.shrink.split and beside.cuda.programs + launch.estimated_tiles(problem(tokens=256, rank=16), 32) <= 132
+    assert not beside.shrink.split and beside.cuda.columns == 64 and beside.cuda.programs == 128
+    apart = problem(tokens=256, rank=16, out_features=768, groups=4)
+    chosen = launch_linear.linear(apart)
+    assert not chosen.shrink.split and chosen.cuda.columns == 64
     assert alone.shrink.split and alone.shrink == launch_linear.tiles(problem(tokens=1024, rank=16)).shrink
     assert not many.shrink.split and many.shrink.num_stages == 5
 
@@ -256,7 +260,7 @@ def maps(monkeypatch):
 def test_the_tensor_map_of_a_weight(maps, w, along_n, sizes, strides, box):
     """Axes (d, n, group, expert), or (n, d, …): sizes in elements, strides in bytes."""
     assert linear_cuda.transposed(w) == along_n
-    words = linear_cuda._map_of(w, along_n)
+    words = linear_cuda._map_of(w, along_n, 256)
     assert maps.calls == [(w.data_ptr(), sizes, strides, box)]
     assert words == [w.data_ptr(), *range(1, 16)]
 
@@ -264,7 +268,7 @@ def test_the_tensor_map_of_a_weight(maps, w, along_n, sizes, strides, box):
 def test_an_address_that_the_driver_refuses_is_an_error(maps):
     maps.code = 1
     with pytest.raises(RuntimeError, match=r"a tensor map: made up \(CUDA error 1\)"):
-        linear_cuda._map_of(empty(1, 1, 24, 64), False)
+        linear_cuda._map_of(empty(1, 1, 24, 64), False, 64)
 
 
 def test_maps_are_used_where_they_follow_a_pointer(monkeypatch):
@@ -300,7 +304,7 @@ def launched(maps, monkeypatch):
     seen = []
 
     def constant(name, what):
-        return {"available": 1, "shared_bytes": 200_000, "shared_bytes_narrow": 190_000}[what]
+        return {"available": 1, "shared_bytes_256": 200_000, "shared_bytes_128": 190_000, "shared_bytes_64": 160_000}[what]
 
     def launch(function, grid, threads, layout, values, **kw):
         seen.append((Params.from_buffer_copy(driver.pack(layout, values)[0]), function, dict(grid=grid, threads=threads, **kw)))
@@ -312,7 +316,7 @@ def launched(maps, monkeypatch):
     monkeypatch.setattr(importlib.import_module("grouped_lora_ops.kernels.halves"), "launch", lambda *args: None)
     defaults = dict(
         x_div=1, h_div=1, ids=torch.zeros(130, dtype=torch.int32), id_div=1, plan=None, ranks=None, scalings=None, weights=None,
-        staged=False, mode=linear_cuda.ROWS, rank_block=16, tile_group=8, programs=7, overlap=True, narrow=False,
+        staged=False, mode=linear_cuda.ROWS, rank_block=16, tile_group=8, programs=7, overlap=True, columns=256,
     )  # fmt: skip
     order = "x w h b bias out ids divs plan ranks scalings weights staged sizes".split()
 
@@ -329,7 +333,7 @@ def launched(maps, monkeypatch):
 def test_the_struct_that_a_launch_has(launched, maps):
     given = layouts(b=empty(4, 3, 2, 24, 16))
     p, function, how = launched(**given)
-    assert function == ("linear_bf16", 200_000)
+    assert function == ("linear_bf16_256", 200_000)
     assert how == dict(grid=(7, 1, 1), threads=384, shared=200_000, pdl=True)
     for name in ("x", "b", "bias", "out"):
         assert getattr(p, name) == given[name].data_ptr(), name
@@ -356,9 +360,9 @@ def test_flags_strides_and_slices(launched, maps):
         assert launched(mode=mode, plan=torch.zeros(200, dtype=torch.int32))[0].flags == F.OVERLAP
     assert launched(x=empty(1, 2, 64).expand(130, 2, 64))[0].flags == F.OVERLAP, "a map has no stride of 0"
     p, function, _ = launched(w=empty(3, 2, 64, 24).transpose(2, 3), b=empty(4, 3, 2, 16, 24).transpose(3, 4))
-    assert function == ("linear_bf16_transposed", 200_000) and p.b_n == 24, "that of r"
-    assert launched(narrow=True)[1] == ("linear_bf16_narrow", 190_000)
-    assert launched(narrow=True, w=empty(3, 2, 64, 24).transpose(2, 3))[1][0] == "linear_bf16_narrow_transposed"
+    assert function == ("linear_bf16_256_transposed", 200_000) and p.b_n == 24, "that of r"
+    assert launched(columns=128)[1] == ("linear_bf16_128", 190_000)
+    assert launched(columns=64, w=empty(3, 2, 64, 24).transpose(2, 3))[1][0] == "linear_bf16_64_transposed"
     sliced = dict(out=empty(130, 1, 96), w=empty(1, 1, 96, 64), b=empty(4, 1, 1, 96, 16), bias=None)
     p = launched(sizes=(8, 24, 0, 64), **sliced)[0]
     assert p.slices == 4 and list(p.starts) == [0, 8, 32, 32, 96, 0, 0, 0, 0]

@@ -168,7 +168,7 @@ def test_nothing_is_left_to_compile(keys, shape):
             call()
             assert keys == prepared, f"{name} at T = {tokens}"
     if shape in (SHAPES["one slot"], SHAPES["qkv"]):
-        assert {"linear_bf16_narrow", "linear_bf16_narrow_transposed"} <= prepared, "csrc/linear.cu, y and the gradient of x"
+        assert {"linear_bf16_64", "linear_bf16_64_transposed"} <= prepared, "csrc/linear.cu, y and the gradient of x"
 
 
 def test_every_count_up_to_tokens_is_called(keys, monkeypatch):

@@ -128,7 +128,7 @@ def _base_and_delta(
         w, b5, bias3 = _one_expert(weight, b, bias)
         if linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
             mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
-            tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.narrow)
+            tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.columns)
             if linear_cuda.product(
                 name, x, w, h, b5, bias3, out, adapter_ids, (1, 1, 1), plan if mode else None, ranks, scalings, None, False, sizes, tiling
             ):

@@ -60,10 +60,10 @@ def loaded(name: str, out: Tensor) -> cuda.Module | None:
     return module if there else None
 
 
-def _map_of(w: Tensor, along_n: bool) -> list[int]:
+def _map_of(w: Tensor, along_n: bool, columns: int) -> list[int]:
     """The words of W's tensor map, axes (d, n, group, expert) or (n, d, group, expert)."""
     order = (2, 3, 1, 0) if along_n else (3, 2, 1, 0)
-    box = (64, 64, 1, 1) if along_n else (BOX_K, BOX_N, 1, 1)
+    box = (64, 64, 1, 1) if along_n else (BOX_K, min(BOX_N, columns), 1, 1)
     return driver.tensor_map(w, order, box)
 
 
@@ -75,7 +75,7 @@ class Tiling(NamedTuple):
     tile_group: int  # so many tiles of rows take turns at a block of W
     programs: int  # blocks
     overlap: bool  # programmatic dependent launch
-    narrow: bool = False  # tiles of 128 columns, not 256
+    columns: int = 256  # of a tile: 256, 128 or 64
 
 
 def product(
@@ -99,7 +99,7 @@ def product(
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
     this GPU has no such kernel.
     """
-    mode, rank_block, tile_group, programs, overlap, narrow = tiling
+    mode, rank_block, tile_group, programs, overlap, tile_columns = tiling
     x_div, h_div, id_div = divs
     module = loaded(name, out)
     if module is None:
@@ -107,8 +107,8 @@ def product(
     rows, groups, columns = out.shape
     sums = (w.shape[1], 1 if b is None else b.shape[2]) if groups == 1 and sizes is None else (1, 1)
     along_n = transposed(w)
-    shared = module.constant(name, "shared_bytes_narrow" if narrow else "shared_bytes")
-    kernel = f"linear_bf16{'_narrow' if narrow else ''}{'_transposed' if along_n else ''}"
+    shared = module.constant(name, f"shared_bytes_{tile_columns}")
+    kernel = f"linear_bf16_{tile_columns}{'_transposed' if along_n else ''}"
     function = module.function(name, kernel, shared)
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
@@ -116,7 +116,7 @@ def product(
     flags |= OUT32 if out.dtype == torch.float32 else 0
     flags |= WEIGHTS32 if weights is not None and weights.dtype == torch.float32 else 0
     flags |= (STAGED if staged else 0) | (OVERLAP if overlap and h is not None else 0)
-    words, both = _map_of(w, along_n), h
+    words, both = _map_of(w, along_n, tile_columns), h
     if h is not None and h.dtype == torch.float32:
         from ..kernels.halves import halves
 
