@@ -51,6 +51,7 @@ class LinearConfig:
     prefetch: bool  # ROWS: B is called into the L2 before the base
     pdl: bool
     cuda: CudaConfig | None = None  # csrc/linear.cu instead, where the layouts suit it
+    stream: bool = False  # csrc/stream.cu instead, likewise
 
 
 def rank_block(rank: int, itemsize: int) -> int:
@@ -150,6 +151,8 @@ def _stream(p: Problem) -> LinearConfig:
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
     """`tiles`, and csrc/linear.cu in its place where that is the faster one: where its tiles keep most multiprocessors busy."""
     config = tiles(p, transposed, fp16)
+    if p.arch == "sm_90" and p.itemsize == 2 and not fp16 and not transposed and p.tokens <= STREAM_TOKENS and p.rank <= 64:
+        return replace(config, stream=True)
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
         return config
     programs, narrow = _programs(p, 128, 256), False
