@@ -123,13 +123,14 @@ def _one_expert(weight: Tensor, b: Tensor | None, bias: Tensor | None) -> tuple[
 def _base_and_delta(
     name, x, weight, scales, h, b, bias, out, adapter_ids, plan, ranks, scalings, slots, sizes, d_sizes, summed, config
 ) -> None:
-    """`kernels.linear.linear`, or csrc/linear.cu where the choice and the layouts allow it."""
+    """`kernels.linear.linear`, or csrc/stream.cu or csrc/linear.cu where the choice and the layouts allow it."""
     cuda = config.cuda
-    if config.stream and scales is None and d_sizes is None and not summed:
-        w, b5, bias3 = weight[None], None if b is None else b[:, None], None if bias is None else bias[None]
-        if stream_cuda.fits(x, w, h, b5, bias3, out, sizes):
-            if stream_cuda.product(name, x, w, h, b5, bias3, out, adapter_ids, ranks, scalings, sizes, config.pdl):
-                return
+    if config.stream is not None and scales is None and d_sizes is None and not summed:
+        w, b5, bias3 = _one_expert(weight, b, bias)
+        if stream_cuda.fits(x, w, h, b5, bias3, out, sizes) and stream_cuda.product(
+            name, x, w, h, b5, bias3, out, adapter_ids, ranks, scalings, sizes, config.stream, config.pdl
+        ):
+            return
     if cuda is not None and scales is None and d_sizes is None:
         w, b5, bias3 = _one_expert(weight, b, bias)
         if linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
