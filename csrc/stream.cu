@@ -1,10 +1,10 @@
 // y = x Wᵀ + scaling · h Bᵀ + bias for a few rows (up to 64), in one accumulator: W streams by TMA, LoRA is made ready beside it.
 //
 // A block has all rows of BN columns of y. Four warps multiply (16 rows: mma, eight columns a warp; 64: wgmma). One thread fetches
-// W and x by TMA, a ring of stages of 128 columns of D. With LoRA three more warps find the adapters that occur, copy their B into
-// shared memory, wait for the kernel ahead, which has meanwhile made h in chunks, add these up, scale them and cut them into two
-// bf16, high and low. Then a row's h meets every adapter's B that occurs in its 16 rows, and keeps its own adapter's sum alone;
-// so Inf and NaN stay with their rows.
+// W by TMA and one x, each into a ring of stages of 128 columns of D; x, which is in the L2, arrives sooner and so needs fewer. With
+// LoRA three more warps find the adapters that occur, copy their B into shared memory, wait for the kernel ahead, which has meanwhile
+// made h in chunks, add these up, scale them and cut them into two bf16, high and low. Then a row's h meets every adapter's B that
+// occurs in its 16 rows, and keeps its own adapter's sum alone; so Inf and NaN stay with their rows.
 //
 // Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where two blocks of a cluster
 // have neighbouring columns (PAIR), each fetches half of x's rows for both.
@@ -19,7 +19,7 @@ extern "C" __device__ const int available = 1;
 extern "C" __device__ const int available = 0;
 #endif
 
-static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, HELP = MATH + 32, HELPERS = 96;
+static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
 static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
 static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, PAIR = 8, NEXT = 16;
 
@@ -36,21 +36,21 @@ struct __align__(64) Params {
     i64 ids_stride, h_c, h_t, h_g, b_l, b_g, b_n, c_g, o_t, o_g; // elements
     u32 rows, slots, features, columns, rank, x_groups;
     u32 chunks, flags;
-    u32 stages, adapters; // of the ring; whose B there is room for
+    u32 stages, x_stages, adapters; // of the rings; whose B there is room for
     u32 slices;
     u32 starts[MAX_SLICES + 1];
-    u32 unused[10];
+    u32 unused[9];
 };
 static_assert(sizeof(Params) == 512);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-struct Shared { // behind the ring; then h's parts, then B
+struct Shared { // behind the rings; then h's parts, then B
     u32 slots[MAX_ROWS]; // p.slots: none
     u32 ranks[MAX_ROWS];
     float scalings[MAX_ROWS];
     u32 list[MAX_ROWS]; // a row of each adapter that occurs
-    u64 full[MAX_STAGES], empty[MAX_STAGES];
+    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES];
     u32 count;
 };
 extern "C" __device__ const int shared_bytes = 1024 + (sizeof(Shared) + 15) / 16 * 16;
@@ -69,14 +69,14 @@ template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
 
 template <u32 ROWS_, u32 BN_, u32 RANKS_> struct Sizes {
     static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
-    static constexpr u32 W_BYTES = BN * BK * 2, STAGE = W_BYTES + ROWS * BK * 2;
+    static constexpr u32 W_BYTES = BN * BK * 2, X_BYTES = ROWS * BK * 2; // of a stage
     // rows of h and of B: and 16 bytes more, so that eight rows lie in different banks
     static constexpr u32 H_PITCH = 4 * RANKS + 16, B_PITCH = 2 * RANKS + 16, FACTOR = BN * B_PITCH;
     static constexpr u32 WARP_COLUMNS = ROWS == 16 ? BN / 4 : BN, TILES = WARP_COLUMNS / 8;
 };
 
 struct Room {
-    u8 *stages;
+    u8 *w, *x;
     Shared *s;
     u8 *h, *b;
 };
@@ -89,19 +89,29 @@ struct Ring {
 
 template <class S> __device__ __forceinline__ void fetch(const Params &p, const Room &room, const Block &block) {
     Shared &s = *room.s;
-    const u32 x_group = p.x_groups > 1 ? block.group : 0, rank = blockIdx.x % 2;
     Ring ring{p.stages};
     for (u32 k = 0; k < p.features; k += BK, ring.next()) {
-        const u32 at = shared_address(room.stages + ring.stage * S::STAGE);
         const u64 &full = s.full[ring.stage];
         wait(s.empty[ring.stage], ring.phase ^ 1);
-        barrier_expect(shared_address(&full), S::STAGE);
+        barrier_expect(shared_address(&full), S::W_BYTES);
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half)
+            fetch_box(shared_address(room.w + ring.stage * S::W_BYTES) + half * (S::BN * 128), p.map, k + 64 * half, block.n, block.out_group, 0, full);
+    }
+}
+template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block) {
+    Shared &s = *room.s;
+    const u32 group = p.x_groups > 1 ? block.group : 0, first = blockIdx.x % 2 * (S::ROWS / 2);
+    Ring ring{p.x_stages};
+    for (u32 k = 0; k < p.features; k += BK, ring.next()) {
+        const u64 &full = s.x_full[ring.stage];
+        wait(s.x_empty[ring.stage], ring.phase ^ 1);
+        barrier_expect(shared_address(&full), S::X_BYTES);
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            const u32 c = k + 64 * half, x_at = at + S::W_BYTES + half * (S::ROWS * 128);
-            fetch_box(at + half * (S::BN * 128), p.map, c, block.n, block.out_group, 0, full);
-            if (p.flags & PAIR) fetch_box_for_both(x_at + rank * (S::ROWS * 64), p.x_map, c, rank * (S::ROWS / 2), x_group, 0, full);
-            else fetch_box(x_at, p.x_map, c, 0, x_group, 0, full);
+            const u32 at = shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128);
+            if (p.flags & PAIR) fetch_box_for_both(at + first * 128, p.x_map, k + 64 * half, first, group, 0, full);
+            else fetch_box(at, p.x_map, k + 64 * half, 0, group, 0, full);
         }
     }
 }
@@ -203,24 +213,25 @@ template <class S> __device__ __forceinline__ void help(const Params &p, const R
 template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, float (&d)[4 * S::TILES]) {
     Shared &s = *room.s;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + BK - 1) / BK;
-    auto release = [&](u32 step, u32 stage) {
-        if (step + p.stages >= steps) return; // nobody waits
-        const u32 barrier = shared_address(&s.empty[stage]);
+    auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
+        if (lane == 0 && step + p.stages < steps) arrive(s.empty[stage]);
+        if (step + p.x_stages >= steps) return;
         if (p.flags & PAIR) {
-            if (lane < 2) arrive_at(remote(barrier, lane));
-        } else if (lane == 0) arrive(s.empty[stage]);
+            if (lane < 2) arrive_at(remote(shared_address(&s.x_empty[x_stage]), lane));
+        } else if (lane == 0) arrive(s.x_empty[x_stage]);
     };
-    Ring ring{p.stages};
+    Ring ring{p.stages}, x_ring{p.x_stages};
     if constexpr (S::ROWS == 16) {
         const u32 w_row = warp * 8 + lane % 8, w_chunk = lane / 8; // of W's 8 rows: four chunks of 8 columns at once
         const u32 x_row = lane % 16, x_chunk = lane / 16;
-        for (u32 step = 0; step < steps; ++step, ring.next()) {
-            const u32 at = shared_address(room.stages + ring.stage * S::STAGE);
+        for (u32 step = 0; step < steps; ++step, ring.next(), x_ring.next()) {
+            const u32 w_stage = shared_address(room.w + ring.stage * S::W_BYTES), x_stage = shared_address(room.x + x_ring.stage * S::X_BYTES);
+            wait(s.x_full[x_ring.stage], x_ring.phase);
             wait(s.full[ring.stage], ring.phase);
             u32 w[4][4], x[8][4];
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) { // 32 columns, of eight such in two boxes
-                const u32 w_at = at + i / 2 * (S::BN * 128) + w_row * 128, x_at = at + S::W_BYTES + i / 2 * (S::ROWS * 128) + x_row * 128;
+                const u32 w_at = w_stage + i / 2 * (S::BN * 128) + w_row * 128, x_at = x_stage + i / 2 * (S::ROWS * 128) + x_row * 128;
                 load_matrix4(w[i], w_at + ((4 * (i % 2) + w_chunk) ^ w_row) % 8 * 16);
 #pragma unroll
                 for (u32 j = 0; j < 2; ++j) load_matrix4(x[2 * i + j], x_at + ((4 * (i % 2) + 2 * j + x_chunk) ^ x_row) % 8 * 16);
@@ -228,22 +239,23 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) bf16::mma(d, x[i], w[i / 2][i % 2 * 2], w[i / 2][i % 2 * 2 + 1]);
             __syncwarp();
-            release(step, ring.stage);
+            release(step, ring.stage, x_ring.stage);
         }
     } else {
-        u32 before = 0;
-        for (u32 step = 0; step < steps; ++step, ring.next()) {
-            const u32 at = shared_address(room.stages + ring.stage * S::STAGE);
+        u32 before = 0, x_before = 0;
+        for (u32 step = 0; step < steps; ++step, ring.next(), x_ring.next()) {
+            const u32 w_stage = shared_address(room.w + ring.stage * S::W_BYTES), x_stage = shared_address(room.x + x_ring.stage * S::X_BYTES);
+            wait(s.x_full[x_ring.stage], x_ring.phase);
             wait(s.full[ring.stage], ring.phase);
             multiplies_begin();
 #pragma unroll
             for (u32 i = 0; i < 8; ++i)
-                ::multiply<false>(d, k_major(at + S::W_BYTES + i / 4 * (S::ROWS * 128)) + i % 4 * K_MAJOR_16,
-                                  k_major(at + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
+                ::multiply<false>(d, k_major(x_stage + i / 4 * (S::ROWS * 128)) + i % 4 * K_MAJOR_16,
+                                  k_major(w_stage + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
             multiplies_commit();
             multiplies_wait<1>(); // all but the newest stage are read
-            if (step) release(step - 1, before);
-            before = ring.stage;
+            if (step) release(step - 1, before, x_before);
+            before = ring.stage, x_before = x_ring.stage;
         }
         multiplied(d);
     }
@@ -325,14 +337,19 @@ template <class S> __device__ __forceinline__ void write(const Params &p, const 
 template <class S> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Room room;
-    room.stages = memory + (-shared_address(memory) & 1023);
-    room.s = (Shared *)(room.stages + p.stages * S::STAGE);
+    room.w = memory + (-shared_address(memory) & 1023);
+    room.x = room.w + p.stages * S::W_BYTES;
+    room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
     room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
     room.b = room.h + S::ROWS * S::H_PITCH;
     if (threadIdx.x == FETCH) {
         for (u32 i = 0; i < p.stages; ++i) {
             barrier_init(shared_address(&room.s->full[i]), 1);
-            barrier_init(shared_address(&room.s->empty[i]), p.flags & PAIR ? MATH / 16 : MATH / 32);
+            barrier_init(shared_address(&room.s->empty[i]), MATH / 32);
+        }
+        for (u32 i = 0; i < p.x_stages; ++i) {
+            barrier_init(shared_address(&room.s->x_full[i]), 1);
+            barrier_init(shared_address(&room.s->x_empty[i]), p.flags & PAIR ? MATH / 16 : MATH / 32);
         }
         barrier_init_fence();
     }
@@ -350,11 +367,12 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
         write<S>(p, block, d);
     } else if (threadIdx.x < HELP) {
         if (threadIdx.x == FETCH) fetch<S>(p, room, block);
+        if (threadIdx.x == FETCH_X) fetch_x<S>(p, room, block);
     } else if constexpr (S::RANKS > 0) help<S>(p, room, block);
 }
 
 #define KERNEL(name, rows, columns, ranks)                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(ranks ? HELP + HELPERS : HELP, columns * ranks == 4096 ? 1 : 2) name(const __grid_constant__ Params p) {                         \
+    extern "C" __global__ void __launch_bounds__(ranks ? HELP + HELPERS : HELP, rows == 64 ? 1 : 2) name(const __grid_constant__ Params p) {                         \
         run<Sizes<rows, columns, ranks>>(p);                                                                                                        \
     }
 #else

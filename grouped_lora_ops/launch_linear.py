@@ -21,6 +21,7 @@ STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
+STREAM_FIXED = 4 * KB  # a block's shared memory beside `stream_bytes`, and what the system takes
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """A launch of csrc/stream.cu: all rows in a block, W by TMA in a ring of stages of 128 columns of D."""
+    """A launch of csrc/stream.cu: all rows in a block, W and x by TMA in rings of stages of 128 columns of D."""
 
     rows: int  # a block's, 16 or 64
     block_n: int
-    stages: int
+    stages: int  # of W
+    x_stages: int
     adapters: int  # whose B there is room for; more come in turns
     pair: bool  # two blocks fetch x together, each half of its rows for both
     next_early: bool  # the kernel behind it may start early
@@ -167,8 +169,9 @@ def stream_ranks(rank: int) -> int:
 
 
 def stream_bytes(c: StreamConfig, ranks: int) -> int:
-    """Shared memory of its ring, h's parts and B; `ranks` of its kernel."""
-    return c.stages * (c.rows + c.block_n) * 256 + (c.rows * (4 * ranks + 16) + c.adapters * c.block_n * (2 * ranks + 16) if ranks else 0)
+    """Shared memory of its rings, h's parts and B; `ranks` of its kernel."""
+    lora = c.rows * (4 * ranks + 16) + c.adapters * c.block_n * (2 * ranks + 16) if ranks else 0
+    return (c.stages * c.block_n + c.x_stages * c.rows) * 256 + lora
 
 
 def stream(p: Problem) -> StreamConfig:
@@ -181,22 +184,21 @@ def stream(p: Problem) -> StreamConfig:
     block_n = 64 if rows == 64 and p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
     two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms  # blocks on a multiprocessor
     ranks = stream_ranks(p.rank if p.slots else 0)
-    stages = (5 if two else 8) if rows == 16 else 4 if block_n == 64 or two else 5
-    if rows == 64 and ranks == 64:
-        stages -= 1
-    config = StreamConfig(rows, block_n, stages, 0, rows == 64, has_pdl(p.arch))
+    stages, x_stages = ((5, 4) if two else (8, 6)) if rows == 16 else (4, 3) if block_n == 64 or two else (6 if ranks == 64 else 8, 4)
+    config = StreamConfig(rows, block_n, stages, x_stages, 0, rows == 64, has_pdl(p.arch))
     factor = stream_bytes(replace(config, adapters=1), ranks) - stream_bytes(config, ranks)
-    room = (104 if two else 156) * KB - 4 * KB - stream_bytes(config, ranks)
+    room = (104 if two else 172) * KB - STREAM_FIXED - stream_bytes(config, ranks)
     return replace(config, adapters=max(1, min(p.slots, p.tokens, room // factor)) if factor else 0)
 
 
-def _shrink_beside(p: Problem, config: ShrinkConfig | None) -> ShrinkConfig | None:
-    """config with as many stages as leave room for csrc/stream.cu beside all its blocks; it has the time that W takes."""
+def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig) -> ShrinkConfig | None:
+    """config with as many stages as leave room for a block of csrc/stream.cu beside all of its own; it has the time that W takes."""
     if config is None:
         return None
     programs = launch.estimated_tiles(p, config.block_m) * cdiv(p.rank, config.block_r) * config.chunks * p.groups
     stage = (config.block_m + config.block_r) * config.block_k * p.itemsize
-    fit = 72 * KB // cdiv(programs, p.sms) // stage
+    room = shared_memory(p.arch) - STREAM_FIXED - stream_bytes(beside, stream_ranks(p.rank))
+    fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage
     return replace(config, num_stages=max(2, min(config.num_stages, fit)), early=config.pdl)
 
 
@@ -204,7 +206,8 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     """`tiles`, and csrc/linear.cu in its place where that is the faster one: where its tiles keep most multiprocessors busy."""
     config = tiles(p, transposed, fp16)
     if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.tokens <= STREAM_TOKENS and p.rank <= STREAM_RANKS[-1]:
-        return replace(config, shrink=_shrink_beside(p, config.shrink), stream=stream(p))
+        chosen = stream(p)
+        return replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
         return config
     programs, narrow = _programs(p, 128, 256), False

@@ -11,7 +11,7 @@ from ..launch_linear import StreamConfig
 from . import linear_cuda
 from .common import slice_starts, stride
 
-THREADS, LORA_THREADS, MAX_SLICES, BOX_K = 160, 256, 8, 64
+THREADS, LORA_THREADS, MAX_SLICES, BOX_K = 192, 288, 8, 64
 MAX_SHARED = 227 * launch_linear.KB
 IDS64, BIAS32, OVERLAP, PAIR, NEXT = 1, 2, 4, 8, 16
 # struct Params: tensor maps of W and x; h b bias out ids ranks scalings; strides; sizes and flags; where slices start
@@ -74,8 +74,8 @@ def product(
         w, *words[1:], x, *x_words[1:], h, b, bias, out, ids, ranks, scalings,
         0 if ids is None else ids.stride(0), stride(h, 0), stride(h, 1), stride(h, 2), stride(b, 0), stride(b, 2), stride(b, 3),
         stride(bias, 1), stride(out, 0), stride(out, 1), rows, 0 if b is None else b.shape[0], x.shape[2], columns, rank, x.shape[1],
-        0 if h is None else h.shape[0], flags, config.stages, config.adapters,
-        0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 10,
+        0 if h is None else h.shape[0], flags, config.stages, config.x_stages, config.adapters,
+        0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 9,
     )  # fmt: skip
     cluster = (2, 1, 1) if pair else (1, 1, 1)
     threads = LORA_THREADS if rank else THREADS
