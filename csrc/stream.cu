@@ -221,43 +221,56 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
         } else if (lane == 0) arrive(s.x_empty[x_stage]);
     };
     Ring ring{p.stages}, x_ring{p.x_stages};
-    if constexpr (S::ROWS == 16) {
+    auto arrived = [&] {
+        wait(s.x_full[x_ring.stage], x_ring.phase);
+        wait(s.full[ring.stage], ring.phase);
+    };
+    auto next = [&] { ring.next(), x_ring.next(); };
+    if constexpr (S::ROWS == 16) { // what is next is loaded ahead of a chain of products, which takes as long as W takes to arrive
         const u32 w_row = warp * 8 + lane % 8, w_chunk = lane / 8; // of W's 8 rows: four chunks of 8 columns at once
         const u32 x_row = lane % 16, x_chunk = lane / 16;
-        for (u32 step = 0; step < steps; ++step, ring.next(), x_ring.next()) {
-            const u32 w_stage = shared_address(room.w + ring.stage * S::W_BYTES), x_stage = shared_address(room.x + x_ring.stage * S::X_BYTES);
-            wait(s.x_full[x_ring.stage], x_ring.phase);
-            wait(s.full[ring.stage], ring.phase);
-            u32 w[4][4], x[8][4];
+        struct Half { u32 w[2][4], x[4][4]; }; // of a stage: 64 columns
+        auto load = [&](Half &to, u32 half) {
+            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES) + half * (S::BN * 128) + w_row * 128;
+            const u32 x_at = shared_address(room.x + x_ring.stage * S::X_BYTES) + half * (S::ROWS * 128) + x_row * 128;
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) { // 32 columns, of eight such in two boxes
-                const u32 w_at = w_stage + i / 2 * (S::BN * 128) + w_row * 128, x_at = x_stage + i / 2 * (S::ROWS * 128) + x_row * 128;
-                load_matrix4(w[i], w_at + ((4 * (i % 2) + w_chunk) ^ w_row) % 8 * 16);
+            for (u32 i = 0; i < 2; ++i) load_matrix4(to.w[i], w_at + ((4 * i + w_chunk) ^ w_row) % 8 * 16);
 #pragma unroll
-                for (u32 j = 0; j < 2; ++j) load_matrix4(x[2 * i + j], x_at + ((4 * (i % 2) + 2 * j + x_chunk) ^ x_row) % 8 * 16);
+            for (u32 i = 0; i < 4; ++i) load_matrix4(to.x[i], x_at + ((2 * i + x_chunk) ^ x_row) % 8 * 16);
+        };
+        auto add = [&](const Half &v) {
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) bf16::mma(d, v.x[i], v.w[i / 2][i % 2 * 2], v.w[i / 2][i % 2 * 2 + 1]);
+        };
+        Half first, second;
+        arrived();
+        load(first, 0);
+        for (u32 step = 0; step < steps; ++step) {
+            load(second, 1);
+            add(first);
+            const u32 stage = ring.stage, x_stage = x_ring.stage;
+            next();
+            if (step + 1 < steps) {
+                arrived();
+                load(first, 0);
             }
-#pragma unroll
-            for (u32 i = 0; i < 8; ++i) bf16::mma(d, x[i], w[i / 2][i % 2 * 2], w[i / 2][i % 2 * 2 + 1]);
+            add(second);
             __syncwarp();
-            release(step, ring.stage, x_ring.stage);
+            release(step, stage, x_stage);
         }
     } else {
-        u32 before = 0, x_before = 0;
-        for (u32 step = 0; step < steps; ++step, ring.next(), x_ring.next()) {
-            const u32 w_stage = shared_address(room.w + ring.stage * S::W_BYTES), x_stage = shared_address(room.x + x_ring.stage * S::X_BYTES);
-            wait(s.x_full[x_ring.stage], x_ring.phase);
-            wait(s.full[ring.stage], ring.phase);
+        for (u32 step = 0; step < steps; ++step, next()) {
+            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES), x_at = shared_address(room.x + x_ring.stage * S::X_BYTES);
+            arrived();
             multiplies_begin();
 #pragma unroll
             for (u32 i = 0; i < 8; ++i)
-                ::multiply<false>(d, k_major(x_stage + i / 4 * (S::ROWS * 128)) + i % 4 * K_MAJOR_16,
-                                  k_major(w_stage + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
+                ::multiply<false>(d, k_major(x_at + i / 4 * (S::ROWS * 128)) + i % 4 * K_MAJOR_16,
+                                  k_major(w_at + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
             multiplies_commit();
-            multiplies_wait<1>(); // all but the newest stage are read
-            if (step) release(step - 1, before, x_before);
-            before = ring.stage, x_before = x_ring.stage;
+            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once
+            release(step, ring.stage, x_ring.stage);
         }
-        multiplied(d);
     }
 }
 

@@ -184,7 +184,10 @@ def stream(p: Problem) -> StreamConfig:
     block_n = 64 if rows == 64 and p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
     two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms  # blocks on a multiprocessor
     ranks = stream_ranks(p.rank if p.slots else 0)
-    stages, x_stages = ((5, 4) if two else (8, 6)) if rows == 16 else (4, 3) if block_n == 64 or two else (6 if ranks == 64 else 8, 4)
+    if rows == 16:
+        stages, x_stages = (5, 4) if two else (8, 6)
+    else:
+        stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
     config = StreamConfig(rows, block_n, stages, x_stages, 0, rows == 64, has_pdl(p.arch))
     factor = stream_bytes(replace(config, adapters=1), ranks) - stream_bytes(config, ranks)
     room = (104 if two else 172) * KB - STREAM_FIXED - stream_bytes(config, ranks)

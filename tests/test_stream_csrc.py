@@ -195,8 +195,9 @@ def test_choices_fit_into_shared_memory():
 
 FAULTS = {
     "a stage is given back too early": (
-        "            if (step) release(step - 1, before, x_before);\n",
+        "            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once\n"
         "            release(step, ring.stage, x_ring.stage);\n",
+        "            release(step, ring.stage, x_ring.stage);\n            multiplied(d);\n",
     ),
     "W is fetched a use of a stage ahead": ("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", ""),
     "x is fetched a use of a stage ahead": ("        wait(s.x_empty[ring.stage], ring.phase ^ 1);\n", ""),
