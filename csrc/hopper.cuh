@@ -24,6 +24,8 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void call_into_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // A box of a tensor map, from these coordinates on; what lies outside the tensor is zeros. Its bytes arrive at the barrier.
 __device__ __forceinline__ void fetch_box(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),

@@ -6,7 +6,8 @@
 // made h in chunks, add these up, scale them and cut them into two bf16, high and low. Then a row's h meets every adapter's B that
 // occurs in its 16 rows, and keeps its own adapter's sum alone; so Inf and NaN stay with their rows.
 //
-// Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where two blocks of a cluster
+// Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where that leaves none for B (LATE),
+// B is called into the L2 at first and comes to where the rings were when they are no longer needed. Where two blocks of a cluster
 // have neighbouring columns (PAIR), each fetches half of x's rows for both.
 //
 // The order of every sum is that of kernels/linear.py: one chain over D, then for each piece of `rank_block` columns of h all of
@@ -21,7 +22,7 @@ extern "C" __device__ const int available = 0;
 
 static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
 static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
-static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, PAIR = 8, NEXT = 16;
+static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, PAIR = 8, NEXT = 16, LATE = 32;
 
 struct __align__(64) Params {
     u64 map[16];    // W's: axes (d, n, group, 1)
@@ -194,11 +195,24 @@ template <class S> __device__ __forceinline__ void add_chunks(const Params &p, c
     }
 }
 
+template <class S> __device__ __forceinline__ void call_factors(const Params &p, const Room &room, const Block &block) {
+    const Shared &s = *room.s;
+    for (u32 i = threadIdx.x - HELP; i < s.count * S::BN; i += HELPERS) {
+        const u32 row = s.list[i / S::BN], n = block.n + i % S::BN;
+        if (n < block.n_end && s.ranks[row]) call_into_l2(p.b + s.slots[row] * p.b_l + block.out_group * p.b_g + n * p.b_n);
+    }
+}
+
 template <class S> __device__ __forceinline__ void help(const Params &p, const Room &room, const Block &block) {
     find_adapters<S>(p, *room.s);
-    load_factors<S>(p, room, block, 0);
+    if (p.flags & LATE) call_factors<S>(p, room, block);
+    else load_factors<S>(p, room, block, 0);
     if (p.flags & OVERLAP) wait_for_producer(); // it makes h
     add_chunks<S>(p, room, block);
+    if (p.flags & LATE) {
+        any_of<MATH + HELPERS>(1, false);
+        load_factors<S>(p, room, block, 0);
+    }
     for (u32 first = 0;;) {
         copies_wait<0>();
         any_of<MATH + HELPERS>(1, false);
@@ -280,6 +294,7 @@ template <class S> __device__ __forceinline__ void add_lora(const Params &p, con
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, start = S::ROWS == 16 ? 0 : warp * 16;
     const u32 column = S::ROWS == 16 ? warp * 8 : 0;
     u32 h[2][DEEP][4], slots[2];
+    if (p.flags & LATE) any_of<MATH + HELPERS>(1, false); // the rings are read
     for (u32 first = 0; !first || first < s.count; first += p.adapters) {
         any_of<MATH + HELPERS>(1, false);
         if (!first) {
@@ -354,13 +369,14 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     room.x = room.w + p.stages * S::W_BYTES;
     room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
     room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
-    room.b = room.h + S::ROWS * S::H_PITCH;
-    if (threadIdx.x == FETCH) {
-        for (u32 i = 0; i < p.stages; ++i) {
+    room.b = p.flags & LATE ? room.w : room.h + S::ROWS * S::H_PITCH;
+    const u32 i = threadIdx.x - FETCH;
+    if (i < MAX_STAGES) {
+        if (i < p.stages) {
             barrier_init(shared_address(&room.s->full[i]), 1);
             barrier_init(shared_address(&room.s->empty[i]), MATH / 32);
         }
-        for (u32 i = 0; i < p.x_stages; ++i) {
+        if (i < p.x_stages) {
             barrier_init(shared_address(&room.s->x_full[i]), 1);
             barrier_init(shared_address(&room.s->x_empty[i]), p.flags & PAIR ? MATH / 16 : MATH / 32);
         }

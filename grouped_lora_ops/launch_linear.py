@@ -45,6 +45,7 @@ class StreamConfig:
     adapters: int  # whose B there is room for; more come in turns
     pair: bool  # two blocks fetch x together, each half of its rows for both
     next_early: bool  # the kernel behind it may start early
+    late: bool = False  # B comes to where the rings were
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,13 @@ def stream_ranks(rank: int) -> int:
 
 def stream_bytes(c: StreamConfig, ranks: int) -> int:
     """Shared memory of its rings, h's parts and B; `ranks` of its kernel."""
-    lora = c.rows * (4 * ranks + 16) + c.adapters * c.block_n * (2 * ranks + 16) if ranks else 0
-    return (c.stages * c.block_n + c.x_stages * c.rows) * 256 + lora
+    rings = (c.stages * c.block_n + c.x_stages * c.rows) * 256
+    return rings + (c.rows * (4 * ranks + 16) + (0 if c.late else c.adapters * _factor(c, ranks)) if ranks else 0)
+
+
+def _factor(c: StreamConfig, ranks: int) -> int:
+    """Bytes of an adapter's B."""
+    return c.block_n * (2 * ranks + 16)
 
 
 def stream(p: Problem) -> StreamConfig:
@@ -189,9 +195,13 @@ def stream(p: Problem) -> StreamConfig:
     else:
         stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
     config = StreamConfig(rows, block_n, stages, x_stages, 0, rows == 64, has_pdl(p.arch))
-    factor = stream_bytes(replace(config, adapters=1), ranks) - stream_bytes(config, ranks)
+    if ranks == 0:
+        return config
+    late = block_n == 64 and ranks > 16 and p.slots > 1  # beside the rings and the shrink there is no room for B
     room = (104 if two else 172) * KB - STREAM_FIXED - stream_bytes(config, ranks)
-    return replace(config, adapters=max(1, min(p.slots, p.tokens, room // factor)) if factor else 0)
+    if late:
+        room = (stages * block_n + x_stages * rows) * 256
+    return replace(config, adapters=max(1, min(p.slots, p.tokens, room // _factor(config, ranks))), late=late)
 
 
 def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig) -> ShrinkConfig | None:

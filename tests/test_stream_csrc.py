@@ -52,8 +52,8 @@ def on_cpu(library, monkeypatch):
     made.close()
 
 
-def config(c, block_n=32, stages=3, x_stages=2, adapters=3, pair=False):
-    return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, pair, True)
+def config(c, block_n=32, stages=3, x_stages=2, adapters=3, pair=False, late=False):
+    return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, pair, True, late)
 
 
 def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, **how):
@@ -110,6 +110,8 @@ def test_more_adapters_than_room(on_cpu, rank, tokens, adapters):
     check(on_cpu, c, weight, bias, adapters=adapters)
     check(on_cpu, replace(c, ids=c.ids.long()), weight, bias.float(), adapters=adapters)
     check(on_cpu, replace(c, ids=c.ids.repeat_interleave(2)[::2]), weight, adapters=adapters)
+    check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True)  # 24 KB of W's ring
+    check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True, pair=True, pdl=False, block_n=64 if tokens == 64 else 32)
 
 
 @pytest.mark.parametrize("tokens", [7, 33])

@@ -23,10 +23,11 @@ SIZES = ((1, 64, 256, 16), (3, 520, 392, 24), (8, 1024, 512, 64), (40, 264, 264,
 # how it is launched: as it is chosen, and otherwise
 WAYS = {
     "chosen": lambda c: c,
-    "two stages": lambda c: replace(c, stages=2, x_stages=2),
+    "two stages": lambda c: replace(c, stages=2, x_stages=2, late=False),
     "one adapter at once": lambda c: replace(c, adapters=min(c.adapters, 1), next_early=False),
     "pairs": lambda c: replace(c, pair=True),
     "alone": lambda c: replace(c, pair=False),
+    "late": lambda c: replace(c, late=True, adapters=min(c.adapters, 4)),
     "wide": lambda c: replace(c, block_n=64 if c.rows == 64 else 32, adapters=min(c.adapters, 4)),
 }
 

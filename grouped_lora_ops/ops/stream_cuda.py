@@ -13,7 +13,7 @@ from .common import slice_starts, stride
 
 THREADS, LORA_THREADS, MAX_SLICES, BOX_K = 192, 288, 8, 64
 MAX_SHARED = 227 * launch_linear.KB
-IDS64, BIAS32, OVERLAP, PAIR, NEXT = 1, 2, 4, 8, 16
+IDS64, BIAS32, OVERLAP, PAIR, NEXT, LATE = 1, 2, 4, 8, 16, 32
 # struct Params: tensor maps of W and x; h b bias out ids ranks scalings; strides; sizes and flags; where slices start
 LAYOUT = "P15QP15Q7P10q30I"
 
@@ -67,7 +67,7 @@ def product(
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
     flags |= BIAS32 if bias is not None and bias.dtype == torch.float32 else 0
-    flags |= (OVERLAP if overlap else 0) | (PAIR if pair else 0) | (NEXT if config.next_early else 0)
+    flags |= (OVERLAP if overlap else 0) | (PAIR if pair else 0) | (NEXT if config.next_early else 0) | (LATE if config.late else 0)
     words = driver.tensor_map(w, (3, 2, 1, 0), (BOX_K, config.block_n, 1, 1))
     x_words = driver.tensor_map(x, (2, 0, 1), (BOX_K, config.rows // 2 if pair else config.rows, 1), pad=4)
     values = (
