@@ -211,8 +211,8 @@ def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig
     programs = launch.estimated_tiles(p, config.block_m) * cdiv(p.rank, config.block_r) * config.chunks * p.groups
     stage = (config.block_m + config.block_r) * config.block_k * p.itemsize
     room = shared_memory(p.arch) - STREAM_FIXED - stream_bytes(beside, stream_ranks(p.rank))
-    fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage
-    return replace(config, num_stages=max(2, min(config.num_stages, fit)), early=config.pdl)
+    fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage  # Triton has one less in shared memory
+    return replace(config, num_stages=max(2, min(config.num_stages, fit + 1)), early=config.pdl)
 
 
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
