@@ -382,6 +382,7 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
         }
         barrier_init_fence();
     }
+    __syncwarp();
     if (S::RANKS == 0 && p.flags & OVERLAP) wait_for_producer(); // any kernel: it may write x
     if (p.flags & NEXT) let_consumer_start(); // all that is older than the shrink ahead has ended
     if (p.flags & PAIR) cluster_arrive(), cluster_wait();
