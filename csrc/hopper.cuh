@@ -5,6 +5,10 @@
 __device__ __forceinline__ void arrive(const u64 &barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
+// … of another block of the cluster, by its address there.
+__device__ __forceinline__ void arrive_at(u32 barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // At the block's own scope: a wait at the cluster's empties the L1.
 __device__ __forceinline__ void wait(const u64 &barrier, u32 phase) {
     asm volatile("{\n.reg .pred done;\n"
@@ -20,10 +24,20 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void call_into_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // A box of a tensor map, from these coordinates on; what lies outside the tensor is zeros. Its bytes arrive at the barrier.
 __device__ __forceinline__ void fetch_box(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
                  "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
+// … into both blocks of a cluster of two, to the same place in each; its bytes arrive at the barrier of each.
+__device__ __forceinline__ void fetch_box_for_both(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+                 "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier)), "h"((u16)3)
                  : "memory");
 }
 
@@ -50,19 +64,21 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[6
                  : F16(0), F16(16), F16(32), F16(48)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
-// … by 64, 32 and 16 columns.
+// … by 64.
 template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[32], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " D8(1) D8(2)
                      "%30, %31}, %32, %33, 1, 1, 1, 0, %34;"
                  : F16(0), F16(16)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
+// … by 32.
 template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[16], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "%16, %17, 1, 1, 1, 0, %18;"
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+                 "%10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, %18;"
                  : F16(0)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
+// … by 16.
 template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[8], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, %10;"
                  : F4(0), F4(4)

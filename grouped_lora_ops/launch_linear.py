@@ -17,9 +17,11 @@ MIXED = (ROWS, SORTED)
 CUDA_TOKENS = 128  # from here on csrc/linear.cu
 SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and rows that are gathered
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
+STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
+STREAM_FIXED = 4 * KB  # a block's shared memory beside `stream_bytes`, and what the system takes
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,20 @@ class CudaConfig:
     programs: int
     tile_group: int
     columns: int = 256  # of a tile: 256, 128 or 64
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """A launch of csrc/stream.cu: all rows in a block, W and x by TMA in rings of stages of 128 columns of D."""
+
+    rows: int  # a block's, 16 or 64
+    block_n: int
+    stages: int  # of W
+    x_stages: int
+    adapters: int  # whose B there is room for; more come in turns
+    pair: bool  # two blocks fetch x together, each half of its rows for both
+    next_early: bool  # the kernel behind it may start early
+    late: bool = False  # B comes to where the rings were
 
 
 @dataclass(frozen=True)
@@ -51,6 +67,7 @@ class LinearConfig:
     prefetch: bool  # ROWS: B is called into the L2 before the base
     pdl: bool
     cuda: CudaConfig | None = None  # csrc/linear.cu instead, where the layouts suit it
+    stream: StreamConfig | None = None  # csrc/stream.cu instead, likewise
 
 
 def rank_block(rank: int, itemsize: int) -> int:
@@ -148,9 +165,63 @@ def _stream(p: Problem) -> LinearConfig:
     return linear_with(p, ROWS, block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages)
 
 
+def stream_ranks(rank: int) -> int:
+    """The ranks of the kernel of csrc/stream.cu that takes `rank`."""
+    return next(r for r in STREAM_RANKS if r >= rank)
+
+
+def stream_bytes(c: StreamConfig, ranks: int) -> int:
+    """Shared memory of its rings, h's parts and B; `ranks` of its kernel."""
+    rings = (c.stages * c.block_n + c.x_stages * c.rows) * 256
+    return rings + (c.rows * (4 * ranks + 16) + (0 if c.late else c.adapters * _factor(c, ranks)) if ranks else 0)
+
+
+def _factor(c: StreamConfig, ranks: int) -> int:
+    """Bytes of an adapter's B."""
+    return c.block_n * (2 * ranks + 16)
+
+
+def stream(p: Problem) -> StreamConfig:
+    """A block of 32 columns for every multiprocessor, or two; with many rows, whose x costs as much as W, of 64 where these are enough.
+
+    48 KB and more of W are under way on a multiprocessor. The rest of its shared memory is for the shrink ahead, beside which
+    the stream of W begins.
+    """
+    rows = 16 if p.tokens <= 16 else 64
+    block_n = 64 if rows == 64 and p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
+    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms  # blocks on a multiprocessor
+    ranks = stream_ranks(p.rank if p.slots else 0)
+    if rows == 16:
+        stages, x_stages = (5, 4) if two else (8, 6)
+    else:
+        stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
+    config = StreamConfig(rows, block_n, stages, x_stages, 0, rows == 64, has_pdl(p.arch))
+    if ranks == 0:
+        return config
+    late = block_n == 64 and ranks > 16 and p.slots > 1  # beside the rings and the shrink there is no room for B
+    room = (104 if two else 172) * KB - STREAM_FIXED - stream_bytes(config, ranks)
+    if late:
+        room = (stages * block_n + x_stages * rows) * 256
+    return replace(config, adapters=max(1, min(p.slots, p.tokens, room // _factor(config, ranks))), late=late)
+
+
+def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig) -> ShrinkConfig | None:
+    """config with as many stages as leave room for a block of csrc/stream.cu beside all of its own; it has the time that W takes."""
+    if config is None:
+        return None
+    programs = launch.estimated_tiles(p, config.block_m) * cdiv(p.rank, config.block_r) * config.chunks * p.groups
+    stage = (config.block_m + config.block_r) * config.block_k * p.itemsize
+    room = shared_memory(p.arch) - STREAM_FIXED - stream_bytes(beside, stream_ranks(p.rank))
+    fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage  # Triton has one less in shared memory
+    return replace(config, num_stages=max(2, min(config.num_stages, fit + 1)), early=config.pdl)
+
+
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
     """`tiles`, and csrc/linear.cu in its place where that is the faster one: where its tiles keep most multiprocessors busy."""
     config = tiles(p, transposed, fp16)
+    if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.tokens <= STREAM_TOKENS and p.rank <= STREAM_RANKS[-1]:
+        chosen = stream(p)
+        return replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
         return config
     columns = next((width for width in (256, 128) if _programs(p, 128, width) >= 0.7 * p.sms), 64)

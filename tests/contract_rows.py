@@ -68,6 +68,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "delta::test_a_zero_delta_leaves_the_bits_of_base",
         "delta::test_rows_without_an_adapter_beside_a_broken_one",
         "linear_cuda::test_what_is_not_finite_stays_with_its_adapter",
+        "stream_cuda::test_what_is_not_finite_stays_with_its_adapter",
     ),
     "shrink writes exact zeros for such rows and past the rank": (
         "shrink::test_rows_without_an_adapter_are_zero_whatever_x_holds",
@@ -165,6 +166,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "linear_gpu::test_a_rows_bits_are_its_own",
         "linear_cuda::test_a_rows_bits_are_its_own",
         "linear_cuda::test_the_bits_of_the_triton_kernels",
+        "stream_cuda::test_the_bits_of_the_triton_kernels",
+        "stream_cuda::test_every_number_of_rows",
         "linear_cuda::test_the_bits_of_expert_mlp",
         "expert_mixed::test_the_bits_of_other_tiles",
         "expert_mixed::test_random_rows_have_the_bits_of_other_tiles",

@@ -20,7 +20,7 @@ import fake_gpu
 import pytest
 import torch
 
-from grouped_lora_ops import _builds, cuda, driver
+from grouped_lora_ops import _builds, cuda, driver, launch_linear
 from grouped_lora_ops.ops import prepared
 
 ROOT = Path(__file__).parents[1]
@@ -504,8 +504,8 @@ def test_every_source_compiles_for_every_architecture_without_spills(tmp_path, s
     assert registers and max(registers) <= 255 and len(frames) >= len(registers)
     assert set(frames) == {("0", "0", "0")}, said
     assert_parameters_fit(stem, tmp_path / "out.cubin")
-    if stem == "linear":
-        assert_for_hopper_alone((tmp_path / "out.cubin").read_bytes(), arch, registers)
+    if stem in MOST_REGISTERS:
+        assert_for_hopper_alone(stem, (tmp_path / "out.cubin").read_bytes(), arch, registers)
 
 
 def constant_in(cubin: bytes, name: str) -> int:
@@ -525,15 +525,19 @@ def constant_in(cubin: bytes, name: str) -> int:
     raise KeyError(name)
 
 
-def assert_for_hopper_alone(cubin: bytes, arch: str, registers: list[int]):
-    """csrc/linear.cu: 384 threads that have all registers of a multiprocessor, shared memory within a block's; elsewhere nothing."""
+# linear: 384 threads that have all registers of a multiprocessor; stream: 288, and others beside them
+MOST_REGISTERS = {"linear": 168, "stream": 168}
+
+
+def assert_for_hopper_alone(stem: str, cubin: bytes, arch: str, registers: list[int]):
+    """csrc/linear.cu, csrc/stream.cu: shared memory within a block's; elsewhere nothing."""
     hopper = arch == "sm_90a"
     assert constant_in(cubin, "available") == hopper
-    assert max(registers) <= (168 if hopper else 16)
-    names = set(re.findall(r"const int (shared_bytes\w*)", (ROOT / "csrc" / "linear.cu").read_text()))
+    assert max(registers) <= (MOST_REGISTERS[stem] if hopper else 16)
+    names = set(re.findall(r"const int (shared_bytes\w*)", (ROOT / "csrc" / f"{stem}.cu").read_text()))
     for name in names:
         shared = constant_in(cubin, name)
-        assert 0 < shared <= 227 << 10 if hopper else shared == 0, name
+        assert 0 < shared <= (launch_linear.STREAM_FIXED if stem == "stream" else 227 << 10) if hopper else shared == 0, name
     assert names
 
 

@@ -38,9 +38,9 @@ BF16 = torch.bfloat16
 # --- the source on the CPU ---
 
 
-def translated(change=lambda text: text, source: str = "linear.cu", prefix: str = "") -> str:
-    """A file of csrc as C++. What is no assembly in hopper.cuh and a mistake could hide in, the descriptors, comes from there."""
-    text, hopper = (change((ROOT / "csrc" / name).read_text()) for name in (source, "hopper.cuh"))
+def translated(change=lambda text: text, stem="linear", prefix="") -> str:
+    """csrc/<stem>.cu as C++. What is no assembly in hopper.cuh and a mistake could hide in, the descriptors, comes from there."""
+    text, hopper = (change((ROOT / "csrc" / name).read_text()) for name in (f"{stem}.cu", "hopper.cuh"))
     lines = re.findall(r"^.*(?:u64 [kn]_major\(|u32 K_MAJOR_16).*$", hopper, re.MULTILINE)
     assert len(lines) == 3
     head = "\n".join([f'#include "{ROOT / "tests/hopper_on_cpu.h"}"', *lines])
@@ -52,8 +52,8 @@ def translated(change=lambda text: text, source: str = "linear.cu", prefix: str 
         text, found = re.subn(pattern, lambda _, by=by: by, text)
         assert found == 1, pattern
     run = (
-        'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 threads, u32 shared, u32 seed, void *ahead, size_t bytes) '
-        "{ return cpu::run_grid(blocks, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
+        'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 together, u32 threads, u32 shared, u32 seed, void *ahead, '
+        "size_t bytes) { return cpu::run_grid(blocks, together, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
     )
     return text + "".join([run % (name, prefix + name) for name in kernels_of(text)])
 
@@ -62,23 +62,27 @@ def kernels_of(text: str) -> list[str]:
     return re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE)
 
 
-def compiled(folder: Path, change=lambda text: text, source: str = "linear.cu", prefix: str = ""):
-    text = translated(change, source, prefix)
-    (folder / "linear.cpp").write_text(text)
+def compiled(folder: Path, change=lambda text: text, stem="linear", prefix=""):
+    text = translated(change, stem, prefix)
+    (folder / f"{stem}.cpp").write_text(text)
     # no fma: what rounds twice on the GPU must do so here
     command = ["g++", "-std=c++17", "-O2", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-    subprocess.run([*command, "-o", folder / "linear.so", folder / "linear.cpp"], check=True)
-    library = ctypes.CDLL(str(folder / "linear.so"))
+    subprocess.run([*command, "-o", folder / f"{stem}.so", folder / f"{stem}.cpp"], check=True)
+    library = ctypes.CDLL(str(folder / f"{stem}.so"))
     for name in kernels_of(text):
         getattr(library, f"run_{name}").restype = ctypes.c_char_p
     return library
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
+def compiled_once(tmp_path_factory, stem):
     if shutil.which("g++") is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
-    return compiled(tmp_path_factory.mktemp("linear_on_cpu"))
+    return compiled(tmp_path_factory.mktemp(f"{stem}_on_cpu"), stem=stem)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "linear")
 
 
 def map_words(t, order, box, pad=0):
@@ -101,6 +105,8 @@ def map_words(t, order, box, pad=0):
 class OnCpu:
     """linear_cuda's module and launches, on CPU tensors."""
 
+    stem = "linear"
+
     def __init__(self, library, monkeypatch):
         self.library, self.seed, self.launches, self.pages = library, 1, [], []
         libc = ctypes.CDLL(None)
@@ -113,7 +119,7 @@ class OnCpu:
             [ctypes.c_void_p, ctypes.c_size_t],
         )
         self.libc = libc
-        monkeypatch.setattr(cuda, "module", lambda op, stem, device: self if stem == "linear" else None)
+        monkeypatch.setattr(cuda, "module", lambda op, stem, device: self if stem == self.stem else None)
         monkeypatch.setattr(cuda, "launch", self.launch)
         monkeypatch.setattr(driver, "has_tensor_maps", lambda: True)
         monkeypatch.setattr(driver, "tensor_map", map_words)
@@ -143,9 +149,12 @@ class OnCpu:
         self.launches.append((name, values))
         self.last = name
         ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 2 * h.numel())
-        wrong = getattr(self.library, f"run_{name}")(
-            ctypes.c_char_p(data), grid[0], threads, shared, self.seed, ctypes.c_void_p(ahead[0]), ctypes.c_size_t(ahead[1])
-        )
+        self.run(name, data, grid[0], 1, threads, shared, ahead)
+
+    def run(self, name, data, blocks, together, threads, shared, ahead):
+        address, length = ctypes.c_void_p(ahead[0]), ctypes.c_size_t(ahead[1])
+        run = getattr(self.library, f"run_{name}")
+        wrong = run(ctypes.c_char_p(data), blocks, together, threads, shared, self.seed, address, length)
         self.seed += 1
         assert wrong is None, f"{wrong.decode()}, seed {self.seed - 1}"
 

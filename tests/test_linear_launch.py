@@ -72,12 +72,16 @@ def test_every_choice_is_one_that_the_kernel_has():
         transposed, fp16 = draw.random() < 0.3, draw.random() < 0.2
         c = launch_linear.linear(p, transposed, fp16)
         other = launch_linear.tiles(p, transposed, fp16)
-        assert replace(c, cuda=None, shrink=None) == replace(other, shrink=None), "what else is chosen stays"
+        assert replace(c, cuda=None, stream=None, shrink=None) == replace(other, shrink=None), "what else is chosen stays"
+        assert c.cuda is None or c.stream is None
         assert (c.shrink is None) == (other.shrink is None)
         if c.shrink is not None:
             same = ("mode", "chunk", "chunks", "block_r", "block_t", "block_l", "precision", "pdl")
             assert all(getattr(c.shrink, name) == getattr(other.shrink, name) for name in same), "what fixes a row's bits stays"
-            assert c.cuda is not None or c.shrink == other.shrink
+            if c.stream is not None:
+                assert replace(c.shrink, num_stages=0, early=False) == replace(other.shrink, num_stages=0), "beside csrc/stream.cu"
+                assert 2 <= c.shrink.num_stages <= other.shrink.num_stages
+            assert c.cuda is not None or c.stream is not None or c.shrink == other.shrink
         if c.cuda is None:
             continue
         taken += 1

@@ -73,7 +73,7 @@ def delta(x, a, b, ids, scalings, **kw):
 
 
 class LinearCu:
-    """csrc/linear.cu's module, which notes the kernels that are asked for: inside a capture an unknown one is refused."""
+    """csrc/linear.cu's or csrc/stream.cu's module, which notes the kernels that are asked for: inside a capture an unknown one is refused."""
 
     def __init__(self, seen: set):
         self.seen = seen
@@ -86,7 +86,7 @@ class LinearCu:
 
 
 def with_linear_cu(monkeypatch, seen: set) -> None:
-    monkeypatch.setattr(cuda, "module", lambda op, stem, device: LinearCu(seen) if stem == "linear" else None)
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: LinearCu(seen) if stem in ("linear", "stream") else None)
     monkeypatch.setattr(cuda, "launch", lambda *args, **kw: None)
     monkeypatch.setattr(driver, "has_tensor_maps", lambda: True)
     monkeypatch.setattr(driver, "tensor_map", lambda *args, **kw: [0] * 16)
@@ -168,6 +168,7 @@ def test_nothing_is_left_to_compile(keys, shape):
             call()
             assert keys == prepared, f"{name} at T = {tokens}"
     if shape in (SHAPES["one slot"], SHAPES["qkv"]):
+        assert {f"stream_{rows}_32_{shape.rank}" for rows in (16, 64)} <= prepared, "csrc/stream.cu"
         assert {"linear_bf16_64", "linear_bf16_64_transposed"} <= prepared, "csrc/linear.cu, y and the gradient of x"
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _checks, driver, launch, launch_linear, reference
 from .._library import define, once_differentiable
-from . import common, linear_cuda
+from . import common, linear_cuda, stream_cuda
 from .expand import grad_b, grad_h, output_shape
 from .expert_common import cast_unless_float32, gradient_of
 from .prepared import prepared, straight
@@ -122,8 +122,14 @@ def _one_expert(weight: Tensor, b: Tensor | None, bias: Tensor | None) -> tuple[
 def _base_and_delta(
     name, x, weight, scales, h, b, bias, out, adapter_ids, plan, ranks, scalings, slots, sizes, d_sizes, summed, config
 ) -> None:
-    """`kernels.linear.linear`, or csrc/linear.cu where the choice and the layouts allow it."""
+    """`kernels.linear.linear`, or csrc/stream.cu or csrc/linear.cu where the choice and the layouts allow it."""
     cuda = config.cuda
+    if config.stream is not None and scales is None and d_sizes is None and not summed:
+        w, b5, bias3 = _one_expert(weight, b, bias)
+        if stream_cuda.fits(x, w, h, b5, bias3, out, sizes) and stream_cuda.product(
+            name, x, w, h, b5, bias3, out, adapter_ids, ranks, scalings, sizes, config.stream, config.pdl
+        ):
+            return
     if cuda is not None and scales is None and d_sizes is None:
         w, b5, bias3 = _one_expert(weight, b, bias)
         if linear_cuda.fits(x, w, h, b5, bias3, out, sizes):

@@ -1,0 +1,425 @@
+// y = x Wᵀ + scaling · h Bᵀ + bias for a few rows (up to 64), in one accumulator: W streams by TMA, LoRA is made ready beside it.
+//
+// A block has all rows of BN columns of y. Four warps multiply (16 rows: mma, eight columns a warp; 64: wgmma). One thread fetches
+// W by TMA and one x, each into a ring of stages of 128 columns of D; x, which is in the L2, arrives sooner and so needs fewer. With
+// LoRA three more warps find the adapters that occur, copy their B into shared memory, wait for the kernel ahead, which has meanwhile
+// made h in chunks, add these up, scale them and cut them into two bf16, high and low. Then a row's h meets every adapter's B that
+// occurs in its 16 rows, and keeps its own adapter's sum alone; so Inf and NaN stay with their rows.
+//
+// Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where that leaves none for B (LATE),
+// B is called into the L2 at first and comes to where the rings were when they are no longer needed. Where two blocks of a cluster
+// have neighbouring columns (PAIR), each fetches half of x's rows for both.
+//
+// The order of every sum is that of kernels/linear.py: one chain over D, then for each piece of `rank_block` columns of h all of
+// high before all of low.
+#include "hopper.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+extern "C" __device__ const int available = 1;
+#else
+extern "C" __device__ const int available = 0;
+#endif
+
+static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
+static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
+static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, PAIR = 8, NEXT = 16, LATE = 32;
+
+struct __align__(64) Params {
+    u64 map[16];    // W's: axes (d, n, group, 1)
+    u64 x_map[16];  // x's: axes (d, row, group)
+    const float *h; // chunks of x Aᵀ
+    const u16 *b;
+    const void *bias; // may be null
+    u16 *out;
+    const void *ids; // null: slot 0
+    const int *ranks;
+    const float *scalings; // may be null
+    i64 ids_stride, h_c, h_t, h_g, b_l, b_g, b_n, c_g, o_t, o_g; // elements
+    u32 rows, slots, features, columns, rank, x_groups;
+    u32 chunks, flags;
+    u32 stages, x_stages, adapters; // of the rings; whose B there is room for
+    u32 slices;
+    u32 starts[MAX_SLICES + 1];
+    u32 unused[9];
+};
+static_assert(sizeof(Params) == 512);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+struct Shared { // behind the rings; then h's parts, then B
+    u32 slots[MAX_ROWS]; // p.slots: none
+    u32 ranks[MAX_ROWS];
+    float scalings[MAX_ROWS];
+    u32 list[MAX_ROWS]; // a row of each adapter that occurs
+    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES];
+    u32 count;
+};
+extern "C" __device__ const int shared_bytes = 1024 + (sizeof(Shared) + 15) / 16 * 16;
+
+struct Block { u32 group, out_group, n, n_end; };
+template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
+    u32 block = blockIdx.x;
+    if (!p.slices) {
+        const u32 width = (p.columns + BN - 1) / BN;
+        return {block / width, block / width, block % width * BN, p.columns};
+    }
+    u32 group = 0;
+    for (u32 width; block >= (width = (p.starts[group + 1] - p.starts[group] + BN - 1) / BN);) block -= width, ++group;
+    return {group, 0, p.starts[group] + block * BN, p.starts[group + 1]};
+}
+
+template <u32 ROWS_, u32 BN_, u32 RANKS_> struct Sizes {
+    static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
+    static constexpr u32 W_BYTES = BN * BK * 2, X_BYTES = ROWS * BK * 2; // of a stage
+    // rows of h and of B: and 16 bytes more, so that eight rows lie in different banks
+    static constexpr u32 H_PITCH = 4 * RANKS + 16, B_PITCH = 2 * RANKS + 16, FACTOR = BN * B_PITCH;
+    static constexpr u32 WARP_COLUMNS = ROWS == 16 ? BN / 4 : BN, TILES = WARP_COLUMNS / 8;
+};
+
+struct Room {
+    u8 *w, *x;
+    Shared *s;
+    u8 *h, *b;
+};
+struct Ring {
+    u32 count, stage = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == count) stage = 0, phase ^= 1;
+    }
+};
+
+template <class S> __device__ __forceinline__ void fetch(const Params &p, const Room &room, const Block &block) {
+    Shared &s = *room.s;
+    Ring ring{p.stages};
+    for (u32 k = 0; k < p.features; k += BK, ring.next()) {
+        const u64 &full = s.full[ring.stage];
+        wait(s.empty[ring.stage], ring.phase ^ 1);
+        barrier_expect(shared_address(&full), S::W_BYTES);
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half)
+            fetch_box(shared_address(room.w + ring.stage * S::W_BYTES) + half * (S::BN * 128), p.map, k + 64 * half, block.n, block.out_group, 0, full);
+    }
+}
+template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block) {
+    Shared &s = *room.s;
+    const u32 group = p.x_groups > 1 ? block.group : 0, first = blockIdx.x % 2 * (S::ROWS / 2);
+    Ring ring{p.x_stages};
+    for (u32 k = 0; k < p.features; k += BK, ring.next()) {
+        const u64 &full = s.x_full[ring.stage];
+        wait(s.x_empty[ring.stage], ring.phase ^ 1);
+        barrier_expect(shared_address(&full), S::X_BYTES);
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            const u32 at = shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128);
+            if (p.flags & PAIR) fetch_box_for_both(at + first * 128, p.x_map, k + 64 * half, first, group, 0, full);
+            else fetch_box(at, p.x_map, k + 64 * half, 0, group, 0, full);
+        }
+    }
+}
+
+// --- the helpers: adapters, B, h ---
+
+template <class S> __device__ __forceinline__ void find_adapters(const Params &p, Shared &s) {
+    const u32 row = threadIdx.x - HELP;
+    u32 slot = p.slots;
+    if (row < S::ROWS) {
+        if (row < p.rows) {
+            if (p.ids == nullptr) slot = 0;
+            else {
+                const i64 at = row * p.ids_stride;
+                const i64 id = p.flags & IDS64 ? ((const i64 *)p.ids)[at] : ((const int *)p.ids)[at];
+                if (id >= 0 && id < p.slots) slot = (u32)id;
+            }
+        }
+        s.slots[row] = slot;
+        if (row == 0) s.count = 0;
+    }
+    any_of<HELPERS>(2, false);
+    if (row < S::ROWS) {
+        bool first = slot < p.slots;
+        const u32 rank = !first ? 0 : p.ranks == nullptr ? p.rank : (u32)min(max(p.ranks[slot], 0), (int)p.rank);
+        s.ranks[row] = rank;
+        s.scalings[row] = first && p.scalings != nullptr ? p.scalings[slot] : 1.0f;
+        for (u32 other = 0; other < row; ++other) first &= s.slots[other] != slot;
+        if (first) s.list[atomicAdd(&s.count, 1)] = row;
+    }
+    any_of<HELPERS>(2, false);
+}
+
+template <class S> __device__ __forceinline__ void load_factors(const Params &p, const Room &room, const Block &block, u32 first) {
+    static constexpr u32 PARTS = S::RANKS / 8; // of a row, 16 bytes each
+    const Shared &s = *room.s;
+    const u32 count = min(s.count - first, p.adapters);
+#pragma unroll 4
+    for (u32 i = threadIdx.x - HELP; i < count * S::BN * PARTS; i += HELPERS) {
+        const u32 adapter = i / (S::BN * PARTS), rest = i % (S::BN * PARTS), n = rest / PARTS, r = rest % PARTS * 8;
+        const u32 row = s.list[first + adapter], slot = s.slots[row], rank = s.ranks[row];
+        const u32 bytes = block.n + n < block.n_end && r < rank ? 2 * min(rank - r, 8u) : 0;
+        const u16 *from = p.b + slot * p.b_l + block.out_group * p.b_g + (block.n + n) * p.b_n + r;
+        copy16(shared_address(room.b) + adapter * S::FACTOR + n * S::B_PITCH + r * 2, bytes ? from : p.b, bytes);
+    }
+    copies_commit();
+}
+
+struct Halves { u32 high, low; }; // of two floats, bf16 each
+__device__ __forceinline__ Halves halves(float a, float b) {
+    const u32 high = two(a, b);
+    const float wide_a = bf16::widen(high & 0xffff), wide_b = bf16::widen(high >> 16);
+    return {high, two(wide_a == a ? 0.0f : a - wide_a, wide_b == b ? 0.0f : b - wide_b)};
+}
+
+// scaling · h, high and low of a row side by side.
+template <class S> __device__ __forceinline__ void add_chunks(const Params &p, const Room &room, const Block &block) {
+    static constexpr u32 QUADS = S::RANKS / 4;
+    const Shared &s = *room.s;
+#pragma unroll 2
+    for (u32 i = threadIdx.x - HELP; i < S::ROWS * QUADS; i += HELPERS) {
+        const u32 row = i / QUADS, r = i % QUADS * 4, rank = s.ranks[row];
+        float4 chunks[8];
+        const float *from = p.h + row * p.h_t + block.group * p.h_g + r;
+#pragma unroll
+        for (u32 c = 0; c < 8; ++c) {
+            chunks[c] = r < rank && c < p.chunks ? *(const float4 *)from : float4{0.0f, 0.0f, 0.0f, 0.0f};
+            from += p.h_c;
+        }
+        float4 sum = chunks[0];
+#pragma unroll
+        for (u32 c = 1; c < 8; ++c)
+            if (c < p.chunks) sum.x += chunks[c].x, sum.y += chunks[c].y, sum.z += chunks[c].z, sum.w += chunks[c].w;
+        const float scaling = s.scalings[row];
+        auto scaled = [&](float v, u32 at) { return at < rank ? product(v, scaling) : 0.0f; };
+        const Halves a = halves(scaled(sum.x, r), scaled(sum.y, r + 1)), b = halves(scaled(sum.z, r + 2), scaled(sum.w, r + 3));
+        u8 *to = room.h + row * S::H_PITCH + r * 2;
+        *(uint2 *)to = make_uint2(a.high, b.high);
+        *(uint2 *)(to + S::RANKS * 2) = make_uint2(a.low, b.low);
+    }
+}
+
+template <class S> __device__ __forceinline__ void call_factors(const Params &p, const Room &room, const Block &block) {
+    const Shared &s = *room.s;
+    for (u32 i = threadIdx.x - HELP; i < s.count * S::BN; i += HELPERS) {
+        const u32 row = s.list[i / S::BN], n = block.n + i % S::BN;
+        if (n < block.n_end && s.ranks[row]) call_into_l2(p.b + s.slots[row] * p.b_l + block.out_group * p.b_g + n * p.b_n);
+    }
+}
+
+template <class S> __device__ __forceinline__ void help(const Params &p, const Room &room, const Block &block) {
+    find_adapters<S>(p, *room.s);
+    if (p.flags & LATE) call_factors<S>(p, room, block);
+    else load_factors<S>(p, room, block, 0);
+    if (p.flags & OVERLAP) wait_for_producer(); // it makes h
+    add_chunks<S>(p, room, block);
+    if (p.flags & LATE) {
+        any_of<MATH + HELPERS>(1, false);
+        load_factors<S>(p, room, block, 0);
+    }
+    for (u32 first = 0;;) {
+        copies_wait<0>();
+        any_of<MATH + HELPERS>(1, false);
+        if ((first += p.adapters) >= room.s->count) break;
+        any_of<MATH + HELPERS>(1, false); // more adapters than there is room for
+        load_factors<S>(p, room, block, first);
+    }
+}
+
+// --- the others: y ---
+
+template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, float (&d)[4 * S::TILES]) {
+    Shared &s = *room.s;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + BK - 1) / BK;
+    auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
+        if (lane == 0 && step + p.stages < steps) arrive(s.empty[stage]);
+        if (step + p.x_stages >= steps) return;
+        if (p.flags & PAIR) {
+            if (lane < 2) arrive_at(remote(shared_address(&s.x_empty[x_stage]), lane));
+        } else if (lane == 0) arrive(s.x_empty[x_stage]);
+    };
+    Ring ring{p.stages}, x_ring{p.x_stages};
+    auto arrived = [&] {
+        wait(s.x_full[x_ring.stage], x_ring.phase);
+        wait(s.full[ring.stage], ring.phase);
+    };
+    auto next = [&] { ring.next(), x_ring.next(); };
+    if constexpr (S::ROWS == 16) { // what is next is loaded ahead of a chain of products, which takes as long as W takes to arrive
+        const u32 w_row = warp * 8 + lane % 8, w_chunk = lane / 8; // of W's 8 rows: four chunks of 8 columns at once
+        const u32 x_row = lane % 16, x_chunk = lane / 16;
+        struct Half { u32 w[2][4], x[4][4]; }; // of a stage: 64 columns
+        auto load = [&](Half &to, u32 half) {
+            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES) + half * (S::BN * 128) + w_row * 128;
+            const u32 x_at = shared_address(room.x + x_ring.stage * S::X_BYTES) + half * (S::ROWS * 128) + x_row * 128;
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) load_matrix4(to.w[i], w_at + ((4 * i + w_chunk) ^ w_row) % 8 * 16);
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) load_matrix4(to.x[i], x_at + ((2 * i + x_chunk) ^ x_row) % 8 * 16);
+        };
+        auto add = [&](const Half &v) {
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) bf16::mma(d, v.x[i], v.w[i / 2][i % 2 * 2], v.w[i / 2][i % 2 * 2 + 1]);
+        };
+        Half first, second;
+        arrived();
+        load(first, 0);
+        for (u32 step = 0; step < steps; ++step) {
+            load(second, 1);
+            add(first);
+            const u32 stage = ring.stage, x_stage = x_ring.stage;
+            next();
+            if (step + 1 < steps) {
+                arrived();
+                load(first, 0);
+            }
+            add(second);
+            __syncwarp();
+            release(step, stage, x_stage);
+        }
+    } else {
+        for (u32 step = 0; step < steps; ++step, next()) {
+            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES), x_at = shared_address(room.x + x_ring.stage * S::X_BYTES);
+            arrived();
+            multiplies_begin();
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i)
+                ::multiply<false>(d, k_major(x_at + i / 4 * (S::ROWS * 128)) + i % 4 * K_MAJOR_16,
+                                  k_major(w_at + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
+            multiplies_commit();
+            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once
+            release(step, ring.stage, x_ring.stage);
+        }
+    }
+}
+
+template <class S> __device__ __forceinline__ void add_lora(const Params &p, const Room &room, float (&d)[4 * S::TILES]) {
+    static constexpr u32 DEEP = S::RANKS / 16;
+    const Shared &s = *room.s;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, start = S::ROWS == 16 ? 0 : warp * 16;
+    const u32 column = S::ROWS == 16 ? warp * 8 : 0;
+    u32 h[2][DEEP][4], slots[2];
+    if (p.flags & LATE) any_of<MATH + HELPERS>(1, false); // the rings are read
+    for (u32 first = 0; !first || first < s.count; first += p.adapters) {
+        any_of<MATH + HELPERS>(1, false);
+        if (!first) {
+#pragma unroll
+            for (u32 part = 0; part < 2; ++part)
+#pragma unroll
+                for (u32 deep = 0; deep < DEEP; ++deep)
+                    load_matrix4(h[part][deep],
+                                 shared_address(room.h) + (start + lane % 16) * S::H_PITCH + part * S::RANKS * 2 + deep * 32 + lane / 16 * 16);
+#pragma unroll
+            for (u32 low = 0; low < 2; ++low) slots[low] = s.slots[start + lane / 4 + 8 * low];
+        }
+        const u32 count = min(s.count - first, p.adapters);
+        for (u32 i = 0; i < count; ++i) {
+            const u32 slot = s.slots[s.list[first + i]];
+            if (!__any_sync(~0u, slots[0] == slot || slots[1] == slot)) continue;
+#pragma unroll
+            for (u32 tile = 0; tile < S::TILES; ++tile) {
+                u32 b[DEEP][2];
+                const u32 at = shared_address(room.b) + i * S::FACTOR + (column + tile * 8 + lane % 8) * S::B_PITCH;
+                if constexpr (DEEP == 1) {
+                    u32 four[4];
+                    load_matrix4(four, at + lane / 8 % 2 * 16); // the upper 16 lanes' are not used
+                    b[0][0] = four[0], b[0][1] = four[1];
+                } else {
+#pragma unroll
+                    for (u32 deep = 0; deep < DEEP; deep += 2) {
+                        u32 four[4];
+                        load_matrix4(four, at + deep * 32 + lane / 8 * 16);
+                        b[deep][0] = four[0], b[deep][1] = four[1], b[deep + 1][0] = four[2], b[deep + 1][1] = four[3];
+                    }
+                }
+                float sum[4] = {d[4 * tile], d[4 * tile + 1], d[4 * tile + 2], d[4 * tile + 3]};
+#pragma unroll
+                for (u32 piece = 0; piece < DEEP; piece += 2) // of 32 columns (of 16: DEEP is 1)
+#pragma unroll
+                    for (u32 part = 0; part < 2; ++part)
+#pragma unroll
+                        for (u32 deep = piece; deep < min(piece + 2, DEEP); ++deep) bf16::mma(sum, h[part][deep], b[deep][0], b[deep][1]);
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j)
+                    if (slots[j / 2] == slot) d[4 * tile + j] = sum[j];
+            }
+        }
+        if (first + p.adapters < s.count) any_of<MATH + HELPERS>(1, false);
+    }
+}
+
+template <class S> __device__ __forceinline__ void write(const Params &p, const Block &block, const float (&d)[4 * S::TILES]) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (u32 tile = 0; tile < S::TILES; ++tile)
+#pragma unroll
+        for (u32 low = 0; low < 2; ++low) {
+            const u32 row = (S::ROWS == 16 ? 0 : warp * 16) + lane / 4 + 8 * low;
+            const u32 n = block.n + (S::ROWS == 16 ? warp * 8 : tile * 8) + lane % 4 * 2;
+            if (row >= p.rows || n >= block.n_end) continue;
+            float v[2] = {d[4 * tile + 2 * low], d[4 * tile + 2 * low + 1]};
+            if (p.bias != nullptr) {
+                const i64 c = block.out_group * p.c_g + n;
+#pragma unroll
+                for (u32 i = 0; i < 2; ++i) v[i] += p.flags & BIAS32 ? ((const float *)p.bias)[c + i] : bf16::widen(((const u16 *)p.bias)[c + i]);
+            }
+            *(u32 *)(p.out + row * p.o_t + block.out_group * p.o_g + n) = two(v[0], v[1]);
+        }
+}
+
+template <class S> __device__ __forceinline__ void run(const Params &p) {
+    extern __shared__ u8 memory[];
+    Room room;
+    room.w = memory + (-shared_address(memory) & 1023);
+    room.x = room.w + p.stages * S::W_BYTES;
+    room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
+    room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
+    room.b = p.flags & LATE ? room.w : room.h + S::ROWS * S::H_PITCH;
+    const u32 i = threadIdx.x - FETCH;
+    if (i < MAX_STAGES) {
+        if (i < p.stages) {
+            barrier_init(shared_address(&room.s->full[i]), 1);
+            barrier_init(shared_address(&room.s->empty[i]), MATH / 32);
+        }
+        if (i < p.x_stages) {
+            barrier_init(shared_address(&room.s->x_full[i]), 1);
+            barrier_init(shared_address(&room.s->x_empty[i]), p.flags & PAIR ? MATH / 16 : MATH / 32);
+        }
+        barrier_init_fence();
+    }
+    __syncwarp();
+    if (S::RANKS == 0 && p.flags & OVERLAP) wait_for_producer(); // any kernel: it may write x
+    if (p.flags & NEXT) let_consumer_start(); // all that is older than the shrink ahead has ended
+    if (p.flags & PAIR) cluster_arrive(), cluster_wait();
+    else __syncthreads();
+    const Block block = block_of<S::BN>(p);
+    if (threadIdx.x < MATH) {
+        float d[4 * S::TILES];
+#pragma unroll
+        for (u32 i = 0; i < 4 * S::TILES; ++i) d[i] = 0.0f;
+        multiply<S>(p, room, d);
+        if constexpr (S::RANKS > 0) add_lora<S>(p, room, d);
+        write<S>(p, block, d);
+    } else if (threadIdx.x < HELP) {
+        if (threadIdx.x == FETCH) fetch<S>(p, room, block);
+        if (threadIdx.x == FETCH_X) fetch_x<S>(p, room, block);
+    } else if constexpr (S::RANKS > 0) help<S>(p, room, block);
+}
+
+// Few registers, so that the kernel ahead has some. By 96 of them two kernels spill, a little.
+#define KERNEL(name, rows, columns, ranks)                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(ranks ? HELP + HELPERS : HELP, columns == 64 && ranks && ranks < 64 ? 1 : 2) name(const __grid_constant__ Params p) {                         \
+        run<Sizes<rows, columns, ranks>>(p);                                                                                                        \
+    }
+#else
+extern "C" __device__ const int shared_bytes = 0;
+#define KERNEL(name, rows, columns, ranks) extern "C" __global__ void name(const __grid_constant__ Params p) {}
+#endif
+
+KERNEL(stream_16_32_0, 16, 32, 0)
+KERNEL(stream_16_32_16, 16, 32, 16)
+KERNEL(stream_16_32_32, 16, 32, 32)
+KERNEL(stream_16_32_64, 16, 32, 64)
+KERNEL(stream_64_32_0, 64, 32, 0)
+KERNEL(stream_64_32_16, 64, 32, 16)
+KERNEL(stream_64_32_32, 64, 32, 32)
+KERNEL(stream_64_32_64, 64, 32, 64)
+KERNEL(stream_64_64_0, 64, 64, 0)
+KERNEL(stream_64_64_16, 64, 64, 16)
+KERNEL(stream_64_64_32, 64, 64, 32)
+KERNEL(stream_64_64_64, 64, 64, 64)

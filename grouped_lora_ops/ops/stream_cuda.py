@@ -1,0 +1,83 @@
+"""y = x Wᵀ + scaling · h Bᵀ + bias for a few rows, in one launch of csrc/stream.cu."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import cuda, driver, launch_linear
+from ..launch import cdiv
+from ..launch_linear import StreamConfig
+from . import linear_cuda
+from .common import slice_starts, stride
+
+THREADS, LORA_THREADS, MAX_SLICES, BOX_K = 192, 288, 8, 64
+MAX_SHARED = 227 * launch_linear.KB
+IDS64, BIAS32, OVERLAP, PAIR, NEXT, LATE = 1, 2, 4, 8, 16, 32
+# struct Params: tensor maps of W and x; h b bias out ids ranks scalings; strides; sizes and flags; where slices start
+LAYOUT = "P15QP15Q7P10q30I"
+
+
+def fits(
+    x: Tensor,  # [T, G or 1, D]
+    w: Tensor,  # [1, G or 1, N, D]
+    h: Tensor | None,  # [chunks, T, G' or 1, r] float32
+    b: Tensor | None,  # [L, 1, G' or 1, N, r]
+    bias: Tensor | None,  # [1, G or 1, N]
+    out: Tensor,  # [T, G, N]
+    sizes: tuple | None,
+) -> bool:
+    """As `linear_cuda.fits`; x's rows and groups lie apart, and W's elements side by side along D."""
+    if x.shape[0] > launch_linear.STREAM_TOKENS or out.dtype != torch.bfloat16 or linear_cuda.transposed(w):
+        return False
+    if h is not None and (h.dtype != torch.float32 or h.shape[0] > 8 or h.shape[3] > launch_linear.STREAM_RANKS[-1]):
+        return False
+    apart = all(x.stride(axis) for axis in (0, 1) if x.shape[axis] > 1)  # a map has no stride of 0
+    return apart and linear_cuda.fits(x, w, h, b, bias, out, sizes)
+
+
+def product(
+    name: str,
+    x: Tensor,  # as in `fits`
+    w: Tensor,
+    h: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    ids: Tensor | None,  # None: slot 0
+    ranks: Tensor | None,
+    scalings: Tensor | None,
+    sizes: tuple | None,
+    config: StreamConfig,
+    overlap: bool,  # programmatic dependent launch
+) -> bool:
+    """Write out = x Wᵀ + scaling · h Bᵀ + bias. False where this GPU has no such kernel."""
+    module = cuda.module(name, "stream", out.device.index)
+    if module is None or not module.constant(name, "available") or not driver.has_tensor_maps():
+        return False
+    rows, groups, columns = out.shape
+    rank = 0 if h is None else h.shape[3]
+    ranks_at_once = launch_linear.stream_ranks(rank)
+    # what a launch asks for depends on T, what the kernel may ask for does not: it is set once
+    function = module.function(name, f"stream_{config.rows}_{config.block_n}_{ranks_at_once}", MAX_SHARED)
+    shared = module.constant(name, "shared_bytes") + launch_linear.stream_bytes(config, ranks_at_once)
+    width = cdiv(columns, config.block_n)
+    blocks = groups * width if sizes is None else sum([cdiv(size, config.block_n) for size in sizes])
+    pair = config.pair and sizes is None and width % 2 == 0
+
+    flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
+    flags |= BIAS32 if bias is not None and bias.dtype == torch.float32 else 0
+    flags |= (OVERLAP if overlap else 0) | (PAIR if pair else 0) | (NEXT if config.next_early else 0) | (LATE if config.late else 0)
+    words = driver.tensor_map(w, (3, 2, 1, 0), (BOX_K, config.block_n, 1, 1))
+    x_words = driver.tensor_map(x, (2, 0, 1), (BOX_K, config.rows // 2 if pair else config.rows, 1), pad=4)
+    values = (
+        w, *words[1:], x, *x_words[1:], h, b, bias, out, ids, ranks, scalings,
+        0 if ids is None else ids.stride(0), stride(h, 0), stride(h, 1), stride(h, 2), stride(b, 0), stride(b, 2), stride(b, 3),
+        stride(bias, 1), stride(out, 0), stride(out, 1), rows, 0 if b is None else b.shape[0], x.shape[2], columns, rank, x.shape[1],
+        0 if h is None else h.shape[0], flags, config.stages, config.x_stages, config.adapters,
+        0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 9,
+    )  # fmt: skip
+    cluster = (2, 1, 1) if pair else (1, 1, 1)
+    threads = LORA_THREADS if rank else THREADS
+    cuda.launch(function, (blocks, 1, 1), threads, LAYOUT, values, cluster=cluster, shared=shared, pdl=overlap)
+    return True

@@ -1,0 +1,222 @@
+"""csrc/stream.cu on the CPU, a fiber a thread (hopper_on_cpu.h): exact for small integers, whatever runs first.
+
+What ops/stream_cuda.py packs drives it; the rest is as in test_linear_csrc.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FORMS, NAN, assert_equal, place
+from linear_cases import case, want_linear
+from test_linear_csrc import BF16, ROOT, OnCpu, compiled, compiled_once, h_of, room_for
+
+from grouped_lora_ops import driver, launch_linear
+from grouped_lora_ops.launch import Problem
+from grouped_lora_ops.launch_linear import KB, StreamConfig, stream_ranks
+from grouped_lora_ops.ops import common, stream_cuda
+
+linear_op = importlib.import_module("grouped_lora_ops.ops.linear")  # not the function
+
+H_AT = 32  # place of h among the values of struct Params
+SIZES = dict(tokens=20, slots=3, features=328, out=72, rank=16)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return compiled_once(tmp_path_factory, "stream")
+
+
+class StreamOnCpu(OnCpu):
+    stem = "stream"
+
+    def launch(self, function, grid, threads, layout, values, *, cluster, shared, pdl):
+        name, most = function
+        data, _ = driver.pack(layout, values)
+        h = values[H_AT]
+        assert shared <= most == 227 * KB and grid[1:] == cluster[1:] == (1, 1) and grid[0] % cluster[0] == 0
+        assert len(data) == 512 and (h is None or int.from_bytes(data[256:264], "little") == h.data_ptr())
+        ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 4 * h.numel())
+        self.last, self.together = name, cluster[0]
+        self.run(name, data, grid[0], cluster[0], threads, shared, ahead)
+
+
+@pytest.fixture
+def on_cpu(library, monkeypatch):
+    made = StreamOnCpu(library, monkeypatch)
+    yield made
+    made.close()
+
+
+def config(c, block_n=32, stages=3, x_stages=2, adapters=3, pair=False, late=False):
+    return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, pair, True, late)
+
+
+def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, **how):
+    x, weight = common.grouped(c.x, 3), linear_op._outer(weight, 3)
+    out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
+    sizes = None if c.out_sizes is None else tuple(c.out_sizes)
+    b = h = None
+    if lora:
+        b = on_cpu.edge(common.grouped(c.b, 4)[:, None])
+        h = on_cpu.edge(h_of(c, torch.Generator().manual_seed(5), chunks))
+    x, w = on_cpu.edge(x), on_cpu.edge(weight[None])
+    bias = None if bias is None else on_cpu.edge(linear_op._outer(bias, 2)[None])
+    assert stream_cuda.fits(x, w, h, b, bias, out, sizes)
+    rest = (c.ids if lora else None, c.ranks, c.scalings if lora else None, sizes, config(c, **how), pdl)
+    assert stream_cuda.product("linear", x, w, h, b, bias, out, *rest)
+    assert untouched(), "written beside out"
+    return out.reshape(c.base.shape).clone()
+
+
+def check(on_cpu, c, weight, bias=None, lora=True, **how):
+    shown = c if lora else replace(c, ids=torch.full_like(c.ids, -1))
+    got = run(on_cpu, c, weight, bias, lora, **how)
+    assert_equal(got, want_linear(shown, weight, bias), f"seed {on_cpu.seed - 1}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 64])
+def test_forms(on_cpu, form, tokens):
+    """T of every kind; blocks of 32 and of 64 columns, one by one and in pairs."""
+    sizes = [40, 72, 8] if "slices" in form else None
+    c, weight, bias = case(form, **SIZES | dict(tokens=tokens, out=104), ranks=True, sizes=sizes)
+    for block_n in (32, 64)[: 1 + (tokens > 16)]:
+        check(on_cpu, c, weight, bias, block_n=block_n)
+        check(on_cpu, c, weight, bias, block_n=block_n, stages=2, x_stages=3, pair=True, pdl=False)
+        assert on_cpu.together == (1 if sizes else 2)
+        assert on_cpu.last == f"stream_{16 if tokens <= 16 else 64}_{block_n}_16"
+
+
+@pytest.mark.parametrize("rank", [8, 16, 24, 32, 40, 64])
+@pytest.mark.parametrize("tokens", [9, 50])
+def test_ranks(on_cpu, rank, tokens):
+    for ranks in (False, [rank, 0, rank // 2 + 1, 3]):
+        c, weight, bias = case("plain", **SIZES | dict(rank=rank, slots=4, tokens=tokens), ranks=ranks)
+        for chunks in (1, 8):
+            check(on_cpu, c, weight, bias, chunks=chunks, block_n=64 if chunks == 8 and tokens > 16 else 32)
+        assert on_cpu.last.endswith(f"_{stream_ranks(rank)}")
+
+
+@pytest.mark.parametrize("adapters", [1, 7, 64])
+@pytest.mark.parametrize("rank, tokens", [(16, 64), (64, 64), (32, 16)])
+def test_more_adapters_than_room(on_cpu, rank, tokens, adapters):
+    c, weight, bias = case("plain", **SIZES | dict(slots=70, rank=rank, out=32, tokens=tokens), ranks=True)
+    adapters = min(adapters, 28) if rank == 64 else adapters  # shared memory
+    check(on_cpu, c, weight, bias, adapters=adapters)
+    check(on_cpu, replace(c, ids=c.ids.long()), weight, bias.float(), adapters=adapters)
+    check(on_cpu, replace(c, ids=c.ids.repeat_interleave(2)[::2]), weight, adapters=adapters)
+    check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True)  # 24 KB of W's ring
+    check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True, pair=True, pdl=False, block_n=64 if tokens == 64 else 32)
+
+
+@pytest.mark.parametrize("tokens", [7, 33])
+def test_ids_that_name_no_adapter(on_cpu, tokens):
+    c, weight, bias = case("wo_a", **SIZES | dict(tokens=tokens))
+    check(on_cpu, replace(c, ids=torch.full_like(c.ids, -1)), weight, bias)
+    for wild in (3, 2**31 - 1, -(2**31), -7):
+        check(on_cpu, replace(c, ids=torch.where(torch.arange(tokens) % 2 == 0, wild, c.ids).int()), weight, bias)
+    beyond = torch.where(torch.arange(tokens) % 2 == 0, 2**32 + 1, c.ids.long())
+    check(on_cpu, replace(c, ids=beyond), weight, bias)
+    check(on_cpu, c, weight, bias, lora=False)
+    assert on_cpu.last.endswith("_0")
+
+
+@pytest.mark.parametrize("features", [8, 64, 136, 2056])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_features(on_cpu, features, tokens):
+    """Fewer stages than the ring has, and many more; a tail; x and W that lie in larger tensors."""
+    c, weight, bias = case("wo_a", **SIZES | dict(features=features, tokens=tokens, out=64), layout="slice")
+    check(on_cpu, c, place(weight, "slice"), bias, stages=8 if tokens == 3 else 4, x_stages=4)
+    check(on_cpu, c, place(weight, "slice"), bias, pair=True)
+
+
+@pytest.mark.parametrize("tokens, block_n", [(16, 32), (48, 32), (48, 64)])
+@pytest.mark.parametrize("rank", [16, 40])
+def test_inf_and_nan_of_an_adapter_are_its_rows_alone(on_cpu, rank, tokens, block_n):
+    c, weight, bias = case("wo_a", **SIZES | dict(rank=rank, tokens=tokens, features=64), ranks=[rank, rank - 3, rank])
+    clean = want_linear(c, weight, bias)
+    b = c.b.clone()
+    b[1, 0, 5, 2], b[1, 1, 71, rank - 4], b[1, 0, 33, 0] = float("inf"), NAN, float("-inf")
+    b[2, 1, 17, rank - 1] = NAN
+    got = run(on_cpu, replace(c, b=b), weight, bias, block_n=block_n)
+    wrong = torch.zeros(got.shape, dtype=torch.bool)
+    wrong[c.ids == 1, 0, 5] = wrong[c.ids == 1, 1, 71] = wrong[c.ids == 1, 0, 33] = wrong[c.ids == 2, 1, 17] = True
+    assert wrong.any() and torch.equal(~got.isfinite(), wrong), f"seed {on_cpu.seed - 1}"
+    assert_equal(got.masked_fill(wrong, 0), clean.masked_fill(wrong, 0))
+
+
+def test_a_row_of_x_that_is_not_finite_stays_alone(on_cpu):
+    for tokens in (16, 50):
+        c, weight, bias = case("plain", **SIZES | dict(tokens=tokens))
+        clean = want_linear(c, weight, bias)
+        h = linear_op.reference.shrink(c.x, c.a, c.ids)  # before
+        x = c.x.clone()
+        x[3, 7], x[9, 300] = float("inf"), NAN
+        assert h.isfinite().all()
+        got = run(on_cpu, replace(c, x=x), weight, bias)
+        others = [row for row in range(tokens) if row not in (3, 9)]
+        assert_equal(got[others], clean[others])
+        assert not got[[3, 9]].isfinite().any()
+
+
+def test_what_does_not_fit():
+    x, w, out = (torch.empty(*shape, dtype=BF16) for shape in ((64, 1, 64), (1, 1, 40, 64), (64, 1, 40)))
+    h, b = torch.empty(2, 64, 1, 16), torch.empty(3, 1, 1, 40, 16, dtype=BF16)
+    fits = stream_cuda.fits
+    assert fits(x, w, None, None, None, out, None) and fits(x, w, h, b, None, out, None)
+    more, wide = torch.empty(65, 1, 64, dtype=BF16), torch.empty(2, 64, 1, 72)
+    assert not fits(more, w, None, None, None, torch.empty(65, 1, 40, dtype=BF16), None)
+    assert not fits(x, w, wide, torch.empty(3, 1, 1, 40, 72, dtype=BF16), None, out, None)
+    assert not fits(x, w, torch.empty(64, 1, 2, 16, dtype=BF16), b, None, out, None), "h in halves"
+    assert not fits(x[:1].expand(64, 1, 64), w, None, None, None, out, None)
+    assert not fits(x, w.mT.contiguous().mT, None, None, None, out, None)
+    assert not fits(x, w, None, None, None, out.float(), None)
+
+
+def test_choices_fit_into_shared_memory():
+    for tokens in (1, 8, 16, 17, 64):
+        for groups, columns in ((1, 8), (1, 4096), (4, 1024), (8, 1024), (1, 28672)):
+            for rank in (0, 8, 16, 24, 64):
+                for slots in (0, 1, 8, 300):
+                    p = Problem("sm_90", 132, 2, tokens, groups, 4096, columns, rank, slots)
+                    chosen = launch_linear.linear(p).stream
+                    assert (chosen.rows >= tokens) and 16 >= chosen.stages >= chosen.x_stages >= 2
+                    ranks = stream_ranks(rank if slots else 0)
+                    assert launch_linear.STREAM_FIXED + launch_linear.stream_bytes(chosen, ranks) <= 172 * KB
+                    assert chosen.adapters <= min(tokens, slots) and (chosen.adapters > 0) == (ranks > 0)
+    for other in (dict(tokens=65), dict(rank=72), dict(arch="sm_100"), dict(itemsize=4)):
+        p = replace(Problem("sm_90", 132, 2, 8, 4, 4096, 1024, 16, 8), **other)
+        assert launch_linear.linear(p).stream is None
+    assert launch_linear.linear(p, True).stream is None
+
+
+FAULTS = {
+    "a stage is given back too early": (
+        "            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once\n"
+        "            release(step, ring.stage, x_ring.stage);\n",
+        "            release(step, ring.stage, x_ring.stage);\n            multiplied(d);\n",
+    ),
+    "W is fetched a use of a stage ahead": ("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", ""),
+    "x is fetched a use of a stage ahead": ("        wait(s.x_empty[ring.stage], ring.phase ^ 1);\n", ""),
+    "the other block's stage is not asked for": ("p.flags & PAIR ? MATH / 16 : MATH / 32", "MATH / 32"),
+    "h is read before it is made": ("    if (p.flags & OVERLAP) wait_for_producer(); // it makes h\n", ""),
+    "B is not waited for": ("        copies_wait<0>();\n", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
+    before, after = FAULTS[fault]
+    assert (ROOT / "csrc/stream.cu").read_text().count(before) == 1
+    one_kernel = re.compile(r"^KERNEL\((?!stream_64_32_16,).*$", re.MULTILINE)  # the others would only be compiled
+    on_cpu = StreamOnCpu(compiled(tmp_path, lambda text: one_kernel.sub("", text.replace(before, after)), "stream"), monkeypatch)
+    c, weight, bias = case("plain", **SIZES | dict(tokens=50, features=1024, out=64))
+    with pytest.raises(AssertionError):
+        for _ in range(8):  # orders of events
+            check(on_cpu, c, weight, bias, stages=2, adapters=1, pair=True)
+    on_cpu.close()

@@ -1,0 +1,206 @@
+"""csrc/stream.cu behind `linear`: on a GPU its bits, the Triton kernels'; Triton where it cannot be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import FORMS, NAN, assert_bits
+from conftest import poisoned
+from linear_cases import case, check
+from test_linear_cuda import dense, linear
+
+import grouped_lora_ops as gl
+from grouped_lora_ops import cuda, driver, launch_linear
+from grouped_lora_ops.ops import common, prepared, stream_cuda
+
+gpu = pytest.mark.gpu
+BF16 = torch.bfloat16
+# L, D, N, r: a tail of D and of N; one stage and more than the ring has; more adapters than rows; pieces of r of 16 and 32
+SIZES = ((1, 64, 256, 16), (3, 520, 392, 24), (8, 1024, 512, 64), (40, 264, 264, 8), (100, 4096, 1024, 40))
+# how it is launched: as it is chosen, and otherwise
+WAYS = {
+    "chosen": lambda c: c,
+    "two stages": lambda c: replace(c, stages=2, x_stages=2, late=False),
+    "one adapter at once": lambda c: replace(c, adapters=min(c.adapters, 1), next_early=False),
+    "pairs": lambda c: replace(c, pair=True),
+    "alone": lambda c: replace(c, pair=False),
+    "late": lambda c: replace(c, late=True, adapters=min(c.adapters, 4)),
+    "wide": lambda c: replace(c, block_n=64, stages=4, x_stages=3, adapters=min(c.adapters, 4)) if c.rows == 64 else c,
+}
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """choose("pairs"): csrc/stream.cu takes every product of up to 64 rows that it can, in this way; None: none. Returns what its
+    launches have answered since."""
+    chosen, product, answers = launch_linear.linear, stream_cuda.product, []
+
+    def apply(way: str | None) -> list:
+        def changed(p, *how):
+            c = chosen(p, *how)
+            return replace(c, stream=None if way is None or c.stream is None else WAYS[way](c.stream))
+
+        monkeypatch.setattr(launch_linear, "linear", changed)
+        common.configured.cache_clear()
+        prepared.forget()
+        answers.clear()
+        return answers
+
+    monkeypatch.setattr(stream_cuda, "product", lambda *args: answers.append(product(*args)) or answers[-1])
+    yield apply
+    common.configured.cache_clear()
+    prepared.forget()
+
+
+@pytest.fixture
+def both(choose):
+    """both(call, way): what call, one product, gives by csrc/stream.cu and by Triton's kernels alone."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for sm_90")
+
+    def run(call, way="chosen"):
+        answers = choose(way)
+        with poisoned():
+            got = call()
+        assert answers == [True]
+        choose(None)
+        with poisoned():
+            want = call()
+        assert answers == []
+        return got, want
+
+    return run
+
+
+@gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_exact(kernels, both, choose, form):
+    answers = choose("chosen")
+    for tokens in (1, 7, 16, 17, 64):
+        for slots, features, out, rank in SIZES:
+            what, sizes = f"{tokens} {slots} {features} {out} {rank}", [out, 136, 8]
+            shape = dict(tokens=tokens, slots=slots, features=features, out=out, rank=rank)
+            c, weight, bias = case(form, **shape, ranks=True, sizes=sizes, device="cuda")
+            check(kernels, c, weight, bias, what)
+            check(kernels, c, weight, None, f"{what} planned", plan=gl.plan(c.ids, slots))
+    assert answers == [True] * 50
+
+
+@gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", ["plain", "wo_a", "shared h", "slices"])
+def test_the_bits_of_the_triton_kernels(both, form, way):
+    for i, tokens in enumerate((1, 2, 5, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64)):
+        slots, features, out, rank = SIZES[i % len(SIZES)]
+        x, weight, a, b, ids, scalings, bias, sizes, ranks = dense(form, tokens, slots, features, out, rank, i)
+        ids = ids.int() if i % 2 else torch.where(ids == 0, 2**32 + 1, ids)
+        bias = None if i % 3 == 2 else bias.float() if i % 3 else bias
+        got, want = both(lambda x=x, rest=(weight, a, b, ids, scalings, bias, sizes, ranks): linear(x, *rest), way)
+        assert_bits(got, want, f"{tokens} {slots} {features} {out} {rank}")
+
+
+@gpu
+def test_every_number_of_rows(both, choose):
+    """A row's bits are its own, whatever the others are; without LoRA, and of zero adapters, they are the base's."""
+    x, weight, a, b, ids, scalings, bias, _, ranks = dense("wo_a", 200, 5, 1024, 384, 48)
+    choose("chosen")
+    batch = linear(x, weight, a, b, ids, scalings, bias, ranks=ranks)
+    parent = linear(x[:64], weight, a[:, :0], b[..., :0], ids[:64], scalings, bias)
+    for tokens in range(1, 65):
+        answers = choose("chosen")
+        rows = slice(tokens % 7, tokens % 7 + tokens)
+        got = linear(x[rows], weight, a, b, ids[rows], scalings, bias, ranks=ranks)
+        assert_bits(got, batch[rows], f"T = {tokens}")
+        base = linear(x[:tokens], weight, a, torch.zeros_like(b), ids[:tokens], scalings, bias, ranks=ranks)
+        assert_bits(base, parent[:tokens], f"zero adapters, T = {tokens}")
+        assert answers and all(answers)
+    assert_bits(batch[:64][ids[:64] < 0], parent[ids[:64] < 0], "without an adapter")
+
+
+@gpu
+@pytest.mark.parametrize("bad", [float("inf"), NAN], ids=str)
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_what_is_not_finite_stays_with_its_adapter(both, bad, tokens):
+    x, weight, a, b, ids, scalings, bias, _, _ = dense("wo_a", tokens, 3, 512, 520, 24)
+    a, b = a.nan_to_num(), b.nan_to_num()
+    clean = both(lambda: linear(x, weight, a, b, ids, scalings, bias))[0]
+    worse = b.clone()
+    worse[0].view(-1)[5:7000:77] = bad
+    got, want = both(lambda: linear(x, weight, a, worse, ids, scalings, bias))
+    assert_bits(got[ids != 0], clean[ids != 0], "other adapters' rows")
+    assert not got[ids == 0].isfinite().all()
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7), want.nan_to_num(7))
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [4, 64])
+@pytest.mark.parametrize("lora", [True, False])
+def test_replays_follow_ids_and_weights(both, choose, tokens, lora):
+    """50 replays of two calls one after the other, the second of the first's result, so that each starts beside the one ahead."""
+    x, weight, a, b, ids, scalings, _, _, _ = dense("plain", tokens, 6, 512, 512, 16)
+    ranks = torch.full((6,), 16, dtype=torch.int32, device="cuda")
+    rank = 16 if lora else 0
+
+    def change(seed):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        ids.copy_(torch.randint(-1, 6, ids.shape, generator=g, device="cuda"))
+        ranks.copy_(torch.randint(0, 17, ranks.shape, generator=g, device="cuda"))
+        scalings.uniform_(generator=g)
+        for t in (x, weight, a, b):
+            t.normal_(generator=g).mul_(512**-0.25)
+
+    def step():
+        y = linear(x, weight, a[:, :rank], b[..., :rank], ids, scalings, ranks=ranks.clamp(max=rank))
+        return linear(y, weight, a[:, :rank], b[..., :rank], ids, scalings, ranks=ranks.clamp(max=rank))
+
+    choose(None)
+    wanted = []
+    for seed in range(50):
+        change(seed)
+        wanted.append(step())
+    answers = choose("chosen")
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    assert answers and all(answers)
+    for seed, want in enumerate(wanted):
+        change(seed)
+        graph.replay()
+        assert_bits(y, want, f"replay {seed}")
+
+
+@gpu
+def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
+    """A tensor map holds an address, which follows the weight and x."""
+    for tokens in (8, 64):
+        sets = [dense("wo_a", tokens, 4, 512, 256, 16, seed) for seed in range(4)]
+        choose(None)
+        wanted = [linear(*arguments) for arguments in sets]
+        answers = choose("chosen")
+        for i in (0, 1, 2, 3, 0):
+            assert_bits(linear(*sets[i]), wanted[i], f"T {tokens}, set {i}")
+        assert answers == [True], "four of five are repeated"
+
+
+@pytest.mark.parametrize("missing", ["module", "available", "tensor maps"])
+def test_triton_takes_what_it_cannot(kernels, monkeypatch, choose, missing):
+    """No cubin, another GPU's empty one, or a driver without tensor maps: the Triton kernel with the tiles that were chosen with it."""
+    tiles = launch_linear.tiles
+    config = launch_linear.StreamConfig(16, 32, 3, 2, 3, False, True)
+    answers = choose("chosen")
+    others = cuda.module
+    module = SimpleNamespace(constant=lambda name, what: int(missing != "available"))
+    stands_in = None if missing == "module" else module
+    monkeypatch.setattr(cuda, "module", lambda op, stem, device: stands_in if stem == "stream" else others(op, stem, device))
+    monkeypatch.setattr(driver, "has_tensor_maps", lambda: missing != "tensor maps")
+    monkeypatch.setattr(launch_linear, "linear", lambda p, *how: replace(tiles(p, *how), stream=config))
+    c, weight, bias = case("wo_a", features=72, out=24, rank=8, ranks=True, tokens=12, device=kernels.device)
+    check(kernels, c, weight, bias)
+    assert answers == [False]
+    c, weight, bias = case("wo_a", features=70, out=24, rank=8, ranks=True, tokens=12, device=kernels.device)
+    check(kernels, c, weight, bias)
+    assert len(answers) == 1, "rows of 140 bytes: it is not asked"
