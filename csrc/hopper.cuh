@@ -1,13 +1,9 @@
-// What csrc/linear.cu needs of Hopper (sm_90a) beside tile.cuh: barriers in shared memory, TMA, wgmma, registers by part.
+// What csrc/linear.cu, shrink.cu and stream.cu need of Hopper (sm_90a) beside tile.cuh: barriers in shared memory, TMA, wgmma, registers by part.
 #pragma once
 #include "tile.cuh"
 
 __device__ __forceinline__ void arrive(const u64 &barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-// … of another block of the cluster, by its address there.
-__device__ __forceinline__ void arrive_at(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // At the block's own scope: a wait at the cluster's empties the L1.
 __device__ __forceinline__ void wait(const u64 &barrier, u32 phase) {
@@ -30,14 +26,6 @@ __device__ __forceinline__ void call_into_l2(const void *from) { asm volatile("p
 __device__ __forceinline__ void fetch_box(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
                  "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier))
-                 : "memory");
-}
-
-// … into both blocks of a cluster of two, to the same place in each; its bytes arrive at the barrier of each.
-__device__ __forceinline__ void fetch_box_for_both(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-                 "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(&barrier)), "h"((u16)3)
                  : "memory");
 }
 

@@ -7,8 +7,7 @@
 // occurs in its 16 rows, and keeps its own adapter's sum alone; so Inf and NaN stay with their rows.
 //
 // Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where that leaves none for B (LATE),
-// B is called into the L2 at first and comes to where the rings were when they are no longer needed. Where two blocks of a cluster
-// have neighbouring columns (PAIR), each fetches half of x's rows for both.
+// B is called into the L2 at first and comes to where the rings were when they are no longer needed.
 //
 // The order of every sum is that of kernels/linear.py: one chain over D, then for each piece of `rank_block` columns of h all of
 // high before all of low.
@@ -22,7 +21,7 @@ extern "C" __device__ const int available = 0;
 
 static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
 static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
-static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, PAIR = 8, NEXT = 16, LATE = 32;
+static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, NEXT = 8, LATE = 16;
 
 struct __align__(64) Params {
     u64 map[16];    // W's: axes (d, n, group, 1)
@@ -102,18 +101,15 @@ template <class S> __device__ __forceinline__ void fetch(const Params &p, const 
 }
 template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block) {
     Shared &s = *room.s;
-    const u32 group = p.x_groups > 1 ? block.group : 0, first = blockIdx.x % 2 * (S::ROWS / 2);
+    const u32 group = p.x_groups > 1 ? block.group : 0;
     Ring ring{p.x_stages};
     for (u32 k = 0; k < p.features; k += BK, ring.next()) {
         const u64 &full = s.x_full[ring.stage];
         wait(s.x_empty[ring.stage], ring.phase ^ 1);
         barrier_expect(shared_address(&full), S::X_BYTES);
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const u32 at = shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128);
-            if (p.flags & PAIR) fetch_box_for_both(at + first * 128, p.x_map, k + 64 * half, first, group, 0, full);
-            else fetch_box(at, p.x_map, k + 64 * half, 0, group, 0, full);
-        }
+        for (u32 half = 0; half < 2; ++half)
+            fetch_box(shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128), p.x_map, k + 64 * half, 0, group, 0, full);
     }
 }
 
@@ -229,10 +225,7 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + BK - 1) / BK;
     auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
         if (lane == 0 && step + p.stages < steps) arrive(s.empty[stage]);
-        if (step + p.x_stages >= steps) return;
-        if (p.flags & PAIR) {
-            if (lane < 2) arrive_at(remote(shared_address(&s.x_empty[x_stage]), lane));
-        } else if (lane == 0) arrive(s.x_empty[x_stage]);
+        if (lane == 0 && step + p.x_stages < steps) arrive(s.x_empty[x_stage]);
     };
     Ring ring{p.stages}, x_ring{p.x_stages};
     auto arrived = [&] {
@@ -293,6 +286,12 @@ template <class S> __device__ __forceinline__ void add_lora(const Params &p, con
     const Shared &s = *room.s;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, start = S::ROWS == 16 ? 0 : warp * 16;
     const u32 column = S::ROWS == 16 ? warp * 8 : 0;
+    // an adapter's sum starts from the base, not from where the adapter before left its own rows: their chains do not wait for one another
+    static constexpr bool APART = S::TILES <= 4; // registers
+    float base[APART ? 4 * S::TILES : 1];
+    if constexpr (APART)
+#pragma unroll
+        for (u32 i = 0; i < 4 * S::TILES; ++i) base[i] = d[i];
     u32 h[2][DEEP][4], slots[2];
     if (p.flags & LATE) any_of<MATH + HELPERS>(1, false); // the rings are read
     for (u32 first = 0; !first || first < s.count; first += p.adapters) {
@@ -308,9 +307,10 @@ template <class S> __device__ __forceinline__ void add_lora(const Params &p, con
             for (u32 low = 0; low < 2; ++low) slots[low] = s.slots[start + lane / 4 + 8 * low];
         }
         const u32 count = min(s.count - first, p.adapters);
+#pragma unroll(S::ROWS == 16 ? 4 : 1)
         for (u32 i = 0; i < count; ++i) {
             const u32 slot = s.slots[s.list[first + i]];
-            if (!__any_sync(~0u, slots[0] == slot || slots[1] == slot)) continue;
+            if (S::ROWS > 16 && !__any_sync(~0u, slots[0] == slot || slots[1] == slot)) continue;
 #pragma unroll
             for (u32 tile = 0; tile < S::TILES; ++tile) {
                 u32 b[DEEP][2];
@@ -327,7 +327,9 @@ template <class S> __device__ __forceinline__ void add_lora(const Params &p, con
                         b[deep][0] = four[0], b[deep][1] = four[1], b[deep + 1][0] = four[2], b[deep + 1][1] = four[3];
                     }
                 }
-                float sum[4] = {d[4 * tile], d[4 * tile + 1], d[4 * tile + 2], d[4 * tile + 3]};
+                float sum[4];
+#pragma unroll
+                for (u32 j = 0; j < 4; ++j) sum[j] = APART ? base[APART ? 4 * tile + j : 0] : d[4 * tile + j];
 #pragma unroll
                 for (u32 piece = 0; piece < DEEP; piece += 2) // of 32 columns (of 16: DEEP is 1)
 #pragma unroll
@@ -378,15 +380,14 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
         }
         if (i < p.x_stages) {
             barrier_init(shared_address(&room.s->x_full[i]), 1);
-            barrier_init(shared_address(&room.s->x_empty[i]), p.flags & PAIR ? MATH / 16 : MATH / 32);
+            barrier_init(shared_address(&room.s->x_empty[i]), MATH / 32);
         }
         barrier_init_fence();
     }
     __syncwarp();
     if (S::RANKS == 0 && p.flags & OVERLAP) wait_for_producer(); // any kernel: it may write x
     if (p.flags & NEXT) let_consumer_start(); // all that is older than the shrink ahead has ended
-    if (p.flags & PAIR) cluster_arrive(), cluster_wait();
-    else __syncthreads();
+    __syncthreads();
     const Block block = block_of<S::BN>(p);
     if (threadIdx.x < MATH) {
         float d[4 * S::TILES];

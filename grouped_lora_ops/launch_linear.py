@@ -43,7 +43,6 @@ class StreamConfig:
     stages: int  # of W
     x_stages: int
     adapters: int  # whose B there is room for; more come in turns
-    pair: bool  # two blocks fetch x together, each half of its rows for both
     next_early: bool  # the kernel behind it may start early
     late: bool = False  # B comes to where the rings were
 
@@ -195,7 +194,7 @@ def stream(p: Problem) -> StreamConfig:
         stages, x_stages = (5, 4) if two else (8, 6)
     else:
         stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
-    config = StreamConfig(rows, block_n, stages, x_stages, 0, rows == 64, has_pdl(p.arch))
+    config = StreamConfig(rows, block_n, stages, x_stages, 0, has_pdl(p.arch))
     if ranks == 0:
         return config
     late = block_n == 64 and ranks > 16 and p.slots > 1  # beside the rings and the shrink there is no room for B

@@ -1,9 +1,8 @@
-// csrc/hopper.cuh on the CPU, for csrc/linear.cu and csrc/stream.cu: shared-memory barriers, TMA, cp.async, ldmatrix, mma, wgmma, as
-// fibers see them.
+// csrc/hopper.cuh on the CPU: shared-memory barriers, TMA, cp.async, ldmatrix, mma, wgmma, as fibers see them.
 //
 // What the hardware does beside the threads happens here as late as it may, in random order: boxes arrive in pieces, copies
 // land at the latest when they are waited for, products read shared memory at the latest when they are waited for. Memory on
-// its way holds garbage. A seed also decides which warps are slow. Clusters run one after the other, by odd
+// its way holds garbage. A seed also decides which warps are slow. Blocks run one after the other, by odd
 // seeds the first one first.
 //
 // Descriptors of wgmma's operands are made by hopper.cuh's own lines, which are no assembly.
@@ -29,11 +28,10 @@ constexpr u32 NONE = ~0u;
 
 struct Copy { u32 to; const u8 *from; u32 bytes, group; };
 struct Piece { // of a box: rows of 128 bytes
-    u32 to, barrier, rows; // of each block that gets it
+    u32 to, barrier, rows;
     const u64 *map;
     int start[4];
     u32 first;
-    bool for_both;
 };
 struct Product { u64 a, b; bool transposed; u32 columns, joined; };
 struct Lane { // of a thread
@@ -57,17 +55,14 @@ inline std::vector<Lane> lanes;
 inline std::vector<Quarter> quarters;
 inline std::vector<Piece> pieces;
 inline std::vector<u8> unfenced; // of shared memory, in 16 bytes
-inline std::map<u32, Named> named[2]; // of each block
-inline u32 size; // threads of a block
+inline std::map<u32, Named> named;
 inline u32 registers, speeds[32], landing, multiplying, arriving; // chances: one in so many rounds
 inline u8 *hidden; // what the kernel ahead writes, and how much of it
 inline size_t hidden_bytes;
 inline std::vector<u8> hidden_copy;
 inline bool is_hidden;
 
-inline u32 thread() { return now->block->place * size + now->index.x; } // among the cluster's
-inline Lane &lane() { return lanes[thread()]; }
-inline u8 &unfenced_at(u32 address) { return unfenced[(address >> 20) * (unfenced.size() / 2) + ((address & (MOST_SHARED - 1)) - shared_start) / 16]; }
+inline Lane &lane() { return lanes[now->index.x]; }
 inline bool one_in(u32 n) { return n <= 1 || chance() % n == 0; }
 // Threads stop here now and then.
 inline void stumble() {
@@ -113,20 +108,16 @@ inline void copies_wait(u32 newest) {
 
 // --- boxes ---
 
-inline void fetch(u32 to, const void *words, const int (&start)[4], u32 barrier_at, bool for_both = false) {
+inline void fetch(u32 to, const void *words, const int (&start)[4], u32 barrier_at) {
     const u64 *map = (const u64 *)words;
     if (map[12] != MAP) fail("TMA: not a tensor map");
     if (to % 1024) fail("TMA: a swizzled box that does not start at a multiple of 1024 bytes");
     if (map[8] * 2 != 128) fail("TMA: a box whose rows are not 128 bytes");
     const u32 rows = map[9] * map[10] * map[11], each = 8;
-    if (for_both && blocks.size() != 2) fail("TMA: a box for two blocks in a cluster of another size");
-    for (u32 place = 0; place < blocks.size(); ++place) {
-        if (!for_both && place != now->block->place) continue;
-        garbage(at(remote(to, place), rows * 128), rows * 128);
-        barrier(remote(barrier_at, place));
-    }
+    garbage(at(to, rows * 128), rows * 128);
+    barrier(barrier_at);
     for (u32 row = 0; row < rows; row += each) {
-        Piece p = {to, barrier_at, min(each, rows - row), map, {start[0], start[1], start[2], start[3]}, row, for_both};
+        Piece p = {to, barrier_at, min(each, rows - row), map, {start[0], start[1], start[2], start[3]}, row};
         pieces.push_back(p);
     }
 }
@@ -134,8 +125,6 @@ inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 inline void arrive_piece(size_t index) {
     const Piece p = pieces[index];
     pieces[index] = pieces.back(), pieces.pop_back();
-    u32 places[2] = {p.to >> 20, NONE};
-    if (p.for_both) places[0] = 0, places[1] = 1;
     const u64 *sizes = p.map + 1, *strides = p.map + 5, *box = p.map + 8;
     for (u32 row = p.first; row < p.first + p.rows; ++row) {
         const i64 c[4] = {p.start[0], p.start[1] + row % box[1], p.start[2] + row / box[1] % box[2], p.start[3] + row / (box[1] * box[2])};
@@ -145,17 +134,12 @@ inline void arrive_piece(size_t index) {
         for (u32 i = 0; i < 64; ++i) {
             u16 v = 0;
             if (inside && c[0] + i >= 0 && (u64)(c[0] + i) < sizes[0]) memcpy(&v, from + 2 * (c[0] + i), 2);
-            for (u32 place : places)
-                if (place != NONE) memcpy(at(swizzled(remote(p.to, place) + row * 128 + i * 2), 2), &v, 2);
+            memcpy(at(swizzled(p.to + row * 128 + i * 2), 2), &v, 2);
         }
     }
-    for (u32 place : places) {
-        if (place == NONE) continue;
-        if (!blocks[place]->running) fail("TMA: a box for a block that has ended");
-        Barrier &b = barrier(remote(p.barrier, place));
-        b.bytes -= p.rows * 128;
-        settle(b);
-    }
+    Barrier &b = barrier(p.barrier);
+    b.bytes -= p.rows * 128;
+    settle(b);
 }
 
 // --- barriers ---
@@ -176,31 +160,31 @@ inline void wait(Barrier &b, u32 parity) {
 // --- products ---
 
 // 8 elements of an operand that lie side by side: of a row of K, or (mn_major) of M or N.
-inline void read(u32 block, u64 descriptor, u32 row, u32 k, bool mn_major, float (&to)[8]) {
-    const u32 start = block << 20 | (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
+inline void read(u64 descriptor, u32 row, u32 k, bool mn_major, float (&to)[8]) {
+    const u32 start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4, stride = (descriptor >> 32 & 0x3fff) << 4;
     const u32 place = mn_major ? row / 64 * leading + row % 64 * 2 + k / 8 * stride + k % 8 * 128 : row / 8 * stride + row % 8 * 128 + k * 2;
     const u32 from = swizzled(start + place);
     u16 v[8];
     memcpy(v, at(from, 16), 16);
-    if (unfenced_at(from)) fail("wgmma: reads what a thread wrote without a fence");
+    if (unfenced[(from - shared_start) / 16]) fail("wgmma: reads what a thread wrote without a fence");
     for (u32 i = 0; i < 8; ++i) to[i] = __uint_as_float((u32)v[i] << 16);
 }
 inline void check(u64 descriptor) {
     if (descriptor >> 62 != 1) fail("wgmma: an operand not swizzled by 128 bytes");
     if (descriptor & ~(0x3fffull | 0x3fffull << 16 | 0x3fffull << 32 | 3ull << 62)) fail("wgmma: a descriptor with bits that are not its fields'");
 }
-inline void execute(Quarter &q, u32 block, u32 quarter) {
+inline void execute(Quarter &q, u32 quarter) {
     const Product p = q.products[q.done++];
     static float a[M][16], b[16][N];
     float side[8];
     for (u32 m = 0; m < M; ++m)
         for (u32 k = 0; k < 16; k += 8) {
-            read(block, p.a, quarter * M + m, k, false, side);
+            read(p.a, quarter * M + m, k, false, side);
             for (u32 i = 0; i < 8; ++i) a[m][k + i] = side[i];
         }
     for (u32 n = 0; n < p.columns; n += p.transposed ? 8 : 1)
         for (u32 k = 0; k < 16; k += p.transposed ? 1 : 8) {
-            read(block, p.b, n, k, p.transposed, side);
+            read(p.b, n, k, p.transposed, side);
             for (u32 i = 0; i < 8; ++i) (p.transposed ? b[k][n + i] : b[k + i][n]) = side[i];
         }
     for (u32 m = 0; m < M; ++m)
@@ -212,7 +196,7 @@ inline void execute(Quarter &q, u32 block, u32 quarter) {
 inline float &element(Quarter &q, u32 thread, u32 i) { return q.d[thread % 32 / 4 + i / 2 % 2 * 8][i / 4 * 8 + thread % 4 * 2 + i % 2]; }
 
 inline void issue(float *d, u32 elements, u64 a, u64 b, bool transposed) {
-    const u32 thread = cpu::thread();
+    const u32 thread = now->index.x;
     Lane &l = lane();
     Quarter &q = quarters[thread / 32];
     check(a), check(b);
@@ -229,13 +213,13 @@ inline void issue(float *d, u32 elements, u64 a, u64 b, bool transposed) {
 }
 inline void commit() {
     Lane &l = lane();
-    Quarter &q = quarters[thread() / 32];
+    Quarter &q = quarters[now->index.x / 32];
     if (l.product_groups == q.groups.size()) q.groups.push_back(l.products);
     if (q.groups[l.product_groups++] != l.products) fail("wgmma: threads of a warp commit different products");
 }
 inline void products_wait(u32 newest) {
     Lane &l = lane();
-    Quarter &q = quarters[thread() / 32];
+    Quarter &q = quarters[now->index.x / 32];
     const u32 due = l.product_groups > newest ? q.groups[l.product_groups - newest - 1] : 0;
     until([&q, due] { return q.done >= due; });
     if (newest == 0 && l.d != nullptr) {
@@ -258,7 +242,7 @@ inline bool work() {
         while (q.done < q.products.size() && q.products[q.done].joined == 32) {
             left = true;
             if (!one_in(multiplying)) break;
-            execute(q, w / (size / 32), w % (size / 32) % 4);
+            execute(q, w % 4);
         }
     }
     for (size_t n = pieces.size(); n > 0; --n)
@@ -271,16 +255,14 @@ inline const char *check_rest() {
         if (l.d != nullptr) return "a thread has ended with products on their way";
     }
     for (u32 w = 0; w < quarters.size(); ++w) {
-        const u32 warp = w % (size / 32);
-        const Quarter &first = quarters[w - warp % 4], &q = quarters[w];
+        const Quarter &first = quarters[w / 4 * 4], &q = quarters[w];
         if (q.products.size() != first.products.size()) return "warps of a group have multiplied differently often";
         for (size_t i = 0; i < q.products.size(); ++i)
             if (q.products[i].a != first.products[i].a || q.products[i].b != first.products[i].b) return "warps of a group name different operands";
     }
     if (!pieces.empty()) return "the block has ended with boxes on their way";
-    for (auto &block : blocks)
-        for (auto &[_, b] : block->barriers)
-            if (b.bytes || b.pending != b.count) return "a barrier is left in the middle of a phase";
+    for (auto &[_, b] : blocks[0]->barriers)
+        if (b.bytes || b.pending != b.count) return "a barrier is left in the middle of a phase";
     return nullptr;
 }
 inline void hide() {
@@ -290,22 +272,20 @@ inline void show() {
     if (is_hidden) memcpy(hidden, hidden_copy.data(), hidden_bytes), is_hidden = false;
 }
 
-// together: blocks of a cluster, 1 or 2.
-inline const char *run_grid(u32 count, u32 together, u32 threads, u32 shared, u32 seed, void *from_ahead, size_t from_ahead_bytes, std::function<void()> body) {
+inline const char *run_grid(u32 count, u32 size, u32 shared, u32 seed, void *from_ahead, size_t from_ahead_bytes, std::function<void()> body) {
     static const u32 chances[] = {1, 2, 4, 16};
     std::mt19937 draw(seed);
-    grid = {count}, size = threads;
-    for (u32 i = 0; i < count; i += together) {
-        const u32 b = seed % 2 ? i : count - together - i;
-        lanes.assign(together * size, {}), quarters.assign(together * size / 32, {}), pieces.clear(), unfenced.assign(2 * (shared / 16 + 1), 0);
-        for (auto &of_block : named) of_block.clear();
+    grid = {count};
+    for (u32 i = 0; i < count; ++i) {
+        const u32 b = seed % 2 ? i : count - 1 - i;
+        lanes.assign(size, {}), quarters.assign(size / 32, {}), pieces.clear(), named.clear(), unfenced.assign(shared / 16 + 1, 0);
         for (u32 &speed : speeds) speed = chances[draw() % 4];
         landing = chances[draw() % 4], multiplying = chances[draw() % 4], arriving = chances[draw() % 4];
         const bool ragged = draw() % 2;
         shared_start = draw() % 256 * 16 + 16, registers = 0;
         hidden = (u8 *)from_ahead, hidden_bytes = from_ahead_bytes;
         static u32 skipped; // warps that do not run in this round
-        pauses = [ragged](Thread *t) { return skipped >> (t->block->place * size + t->index.x) / 32 % 32 & 1 || (ragged && one_in(8)); };
+        pauses = [ragged](Thread *t) { return skipped >> t->index.x / 32 & 1 || (ragged && one_in(8)); };
         units = [] {
             const bool left = work();
             skipped = 0;
@@ -314,7 +294,7 @@ inline const char *run_grid(u32 count, u32 together, u32 threads, u32 shared, u3
         };
         producer = [] { lane().waited = true, show(); };
         hide();
-        const char *wrong = attempt(b, together, size, shared, seed * 1000 + b + 1, body);
+        const char *wrong = attempt(b, 1, size, shared, seed * 1000 + b + 1, body);
         show();
         wrong = wrong ? wrong : check_rest();
         pauses = nullptr, units = nullptr, producer = nullptr, shared_start = 0;
@@ -382,19 +362,9 @@ inline void arrive(const u64 &barrier) {
     --b.pending;
     cpu::settle(b);
 }
-inline void arrive_at(u32 barrier) {
-    cpu::stumble();
-    if (!cpu::blocks.at(barrier >> 20)->running) cpu::fail("an arrival at a barrier of a block that has ended");
-    cpu::Barrier &b = cpu::barrier(barrier);
-    --b.pending;
-    cpu::settle(b);
-}
 inline void wait(const u64 &barrier, u32 phase) { cpu::wait(cpu::barrier(shared_address(&barrier)), phase); }
 inline void fetch_box(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
     cpu::fetch(to, map, {c0, c1, c2, c3}, shared_address(&barrier)), cpu::stumble();
-}
-inline void fetch_box_for_both(u32 to, const void *map, int c0, int c1, int c2, int c3, const u64 &barrier) {
-    cpu::fetch(to, map, {c0, c1, c2, c3}, shared_address(&barrier), true), cpu::stumble();
 }
 
 template <bool TRANSPOSED, u32 ELEMENTS> void multiply(float (&d)[ELEMENTS], u64 a, u64 b) { cpu::issue(d, ELEMENTS, a, b, TRANSPOSED); }
@@ -409,7 +379,7 @@ template <int N> void more_registers() {
 template <int N> void fewer_registers() { more_registers<N>(); }
 
 template <int THREADS> bool any_of(u32 number, bool mine) {
-    cpu::Named &n = cpu::named[cpu::now->block->place][number];
+    cpu::Named &n = cpu::named[number];
     n.gate.size = THREADS;
     const u32 side = n.gate.generation & 1;
     if (n.gate.waiting == 0) n.any[side] = 0;
@@ -419,13 +389,14 @@ template <int THREADS> bool any_of(u32 number, bool mine) {
 }
 
 inline void written_for_matrix_units() {
-    for (u32 address : cpu::lane().unfenced) cpu::unfenced_at(address) = 0;
+    for (u32 chunk : cpu::lane().unfenced) cpu::unfenced[chunk] = 0;
     cpu::lane().unfenced.clear();
 }
 inline void store16(u32 to, uint4 v) {
     if (to % 16) cpu::fail("a store that is not aligned");
+    const u32 chunk = (to & (cpu::MOST_SHARED - 1)) - cpu::shared_start >> 4;
     memcpy(cpu::at(to, 16), &v, 16);
-    cpu::unfenced_at(to) = 1, cpu::lane().unfenced.push_back(to);
+    cpu::unfenced[chunk] = 1, cpu::lane().unfenced.push_back(chunk);
 }
 inline uint4 load16(u32 from) {
     uint4 v;

@@ -52,8 +52,8 @@ def translated(change=lambda text: text, stem="linear", prefix="") -> str:
         text, found = re.subn(pattern, lambda _, by=by: by, text)
         assert found == 1, pattern
     run = (
-        'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 together, u32 threads, u32 shared, u32 seed, void *ahead, '
-        "size_t bytes) { return cpu::run_grid(blocks, together, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
+        'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 threads, u32 shared, u32 seed, void *ahead, '
+        "size_t bytes) { return cpu::run_grid(blocks, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
     )
     return text + "".join([run % (name, prefix + name) for name in kernels_of(text)])
 
@@ -149,12 +149,12 @@ class OnCpu:
         self.launches.append((name, values))
         self.last = name
         ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 2 * h.numel())
-        self.run(name, data, grid[0], 1, threads, shared, ahead)
+        self.run(name, data, grid[0], threads, shared, ahead)
 
-    def run(self, name, data, blocks, together, threads, shared, ahead):
+    def run(self, name, data, blocks, threads, shared, ahead):
         address, length = ctypes.c_void_p(ahead[0]), ctypes.c_size_t(ahead[1])
         run = getattr(self.library, f"run_{name}")
-        wrong = run(ctypes.c_char_p(data), blocks, together, threads, shared, self.seed, address, length)
+        wrong = run(ctypes.c_char_p(data), blocks, threads, shared, self.seed, address, length)
         self.seed += 1
         assert wrong is None, f"{wrong.decode()}, seed {self.seed - 1}"
 

@@ -5,7 +5,6 @@ What ops/shrink_cuda.py packs drives it. Operands end where forbidden memory beg
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import sys
@@ -48,7 +47,8 @@ class ShrinkOnCpu(OnCpu):
         data, _ = driver.pack(layout, values)
         assert len(data) == 384
         self.launches.append(name)
-        self.run(name.removeprefix("shrink_"), data, grid[0], 1, threads, shared, (0, 0))
+        self.run(name.removeprefix("shrink_"), data, grid[0], threads, shared, (0, 0))
+
 
 @pytest.fixture
 def on_cpu(library, monkeypatch):

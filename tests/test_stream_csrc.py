@@ -34,15 +34,15 @@ def library(tmp_path_factory):
 class StreamOnCpu(OnCpu):
     stem = "stream"
 
-    def launch(self, function, grid, threads, layout, values, *, cluster, shared, pdl):
+    def launch(self, function, grid, threads, layout, values, *, shared, pdl):
         name, most = function
         data, _ = driver.pack(layout, values)
         h = values[H_AT]
-        assert shared <= most == 227 * KB and grid[1:] == cluster[1:] == (1, 1) and grid[0] % cluster[0] == 0
+        assert shared <= most == 227 * KB and grid[1:] == (1, 1)
         assert len(data) == 512 and (h is None or int.from_bytes(data[256:264], "little") == h.data_ptr())
         ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 4 * h.numel())
-        self.last, self.together = name, cluster[0]
-        self.run(name, data, grid[0], cluster[0], threads, shared, ahead)
+        self.last = name
+        self.run(name, data, grid[0], threads, shared, ahead)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def on_cpu(library, monkeypatch):
     made.close()
 
 
-def config(c, block_n=32, stages=3, x_stages=2, adapters=3, pair=False, late=False):
-    return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, pair, True, late)
+def config(c, block_n=32, stages=3, x_stages=2, adapters=3, late=False):
+    return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, True, late)
 
 
 def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, **how):
@@ -82,13 +82,12 @@ def check(on_cpu, c, weight, bias=None, lora=True, **how):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 16, 17, 40, 64])
 def test_forms(on_cpu, form, tokens):
-    """T of every kind; blocks of 32 and of 64 columns, one by one and in pairs."""
+    """T of every kind; blocks of 32 and of 64 columns."""
     sizes = [40, 72, 8] if "slices" in form else None
     c, weight, bias = case(form, **SIZES | dict(tokens=tokens, out=104), ranks=True, sizes=sizes)
     for block_n in (32, 64)[: 1 + (tokens > 16)]:
         check(on_cpu, c, weight, bias, block_n=block_n)
-        check(on_cpu, c, weight, bias, block_n=block_n, stages=2, x_stages=3, pair=True, pdl=False)
-        assert on_cpu.together == (1 if sizes else 2)
+        check(on_cpu, c, weight, bias, block_n=block_n, stages=2, x_stages=3, pdl=False)
         assert on_cpu.last == f"stream_{16 if tokens <= 16 else 64}_{block_n}_16"
 
 
@@ -111,7 +110,7 @@ def test_more_adapters_than_room(on_cpu, rank, tokens, adapters):
     check(on_cpu, replace(c, ids=c.ids.long()), weight, bias.float(), adapters=adapters)
     check(on_cpu, replace(c, ids=c.ids.repeat_interleave(2)[::2]), weight, adapters=adapters)
     check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True)  # 24 KB of W's ring
-    check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True, pair=True, pdl=False, block_n=64 if tokens == 64 else 32)
+    check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True, pdl=False, block_n=64 if tokens == 64 else 32)
 
 
 @pytest.mark.parametrize("tokens", [7, 33])
@@ -132,7 +131,7 @@ def test_features(on_cpu, features, tokens):
     """Fewer stages than the ring has, and many more; a tail; x and W that lie in larger tensors."""
     c, weight, bias = case("wo_a", **SIZES | dict(features=features, tokens=tokens, out=64), layout="slice")
     check(on_cpu, c, place(weight, "slice"), bias, stages=8 if tokens == 3 else 4, x_stages=4)
-    check(on_cpu, c, place(weight, "slice"), bias, pair=True)
+    check(on_cpu, c, place(weight, "slice"), bias)
 
 
 @pytest.mark.parametrize("tokens, block_n", [(16, 32), (48, 32), (48, 64)])
@@ -203,7 +202,6 @@ FAULTS = {
     ),
     "W is fetched a use of a stage ahead": ("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", ""),
     "x is fetched a use of a stage ahead": ("        wait(s.x_empty[ring.stage], ring.phase ^ 1);\n", ""),
-    "the other block's stage is not asked for": ("p.flags & PAIR ? MATH / 16 : MATH / 32", "MATH / 32"),
     "h is read before it is made": ("    if (p.flags & OVERLAP) wait_for_producer(); // it makes h\n", ""),
     "B is not waited for": ("        copies_wait<0>();\n", ""),
 }
@@ -218,5 +216,5 @@ def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
     c, weight, bias = case("plain", **SIZES | dict(tokens=50, features=1024, out=64))
     with pytest.raises(AssertionError):
         for _ in range(8):  # orders of events
-            check(on_cpu, c, weight, bias, stages=2, adapters=1, pair=True)
+            check(on_cpu, c, weight, bias, stages=2, adapters=1)
     on_cpu.close()

@@ -25,8 +25,6 @@ WAYS = {
     "chosen": lambda c: c,
     "two stages": lambda c: replace(c, stages=2, x_stages=2, late=False),
     "one adapter at once": lambda c: replace(c, adapters=min(c.adapters, 1), next_early=False),
-    "pairs": lambda c: replace(c, pair=True),
-    "alone": lambda c: replace(c, pair=False),
     "late": lambda c: replace(c, late=True, adapters=min(c.adapters, 4)),
     "wide": lambda c: replace(c, block_n=64, stages=4, x_stages=3, adapters=min(c.adapters, 4)) if c.rows == 64 else c,
 }
@@ -34,7 +32,7 @@ WAYS = {
 
 @pytest.fixture
 def choose(monkeypatch):
-    """choose("pairs"): csrc/stream.cu takes every product of up to 64 rows that it can, in this way; None: none. Returns what its
+    """choose("late"): csrc/stream.cu takes every product of up to 64 rows that it can, in this way; None: none. Returns what its
     launches have answered since."""
     chosen, product, answers = launch_linear.linear, stream_cuda.product, []
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import cuda, driver
 from ..launch import CudaShrinkConfig, ShrinkConfig, cdiv
-from .common import rows_of_vectors, stride
+from .common import rows_of_vectors
 
 IDS64, HALVES, FILL = 1, 2, 4
 # struct Params: tensor maps of A and x; h ids ranks scalings; strides; sizes and flags

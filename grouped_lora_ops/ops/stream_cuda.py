@@ -13,7 +13,7 @@ from .common import slice_starts, stride
 
 THREADS, LORA_THREADS, MAX_SLICES, BOX_K = 192, 288, 8, 64
 MAX_SHARED = 227 * launch_linear.KB
-IDS64, BIAS32, OVERLAP, PAIR, NEXT, LATE = 1, 2, 4, 8, 16, 32
+IDS64, BIAS32, OVERLAP, NEXT, LATE = 1, 2, 4, 8, 16
 # struct Params: tensor maps of W and x; h b bias out ids ranks scalings; strides; sizes and flags; where slices start
 LAYOUT = "P15QP15Q7P10q30I"
 
@@ -61,15 +61,13 @@ def product(
     # what a launch asks for depends on T, what the kernel may ask for does not: it is set once
     function = module.function(name, f"stream_{config.rows}_{config.block_n}_{ranks_at_once}", MAX_SHARED)
     shared = module.constant(name, "shared_bytes") + launch_linear.stream_bytes(config, ranks_at_once)
-    width = cdiv(columns, config.block_n)
-    blocks = groups * width if sizes is None else sum([cdiv(size, config.block_n) for size in sizes])
-    pair = config.pair and sizes is None and width % 2 == 0
+    blocks = groups * cdiv(columns, config.block_n) if sizes is None else sum([cdiv(size, config.block_n) for size in sizes])
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
     flags |= BIAS32 if bias is not None and bias.dtype == torch.float32 else 0
-    flags |= (OVERLAP if overlap else 0) | (PAIR if pair else 0) | (NEXT if config.next_early else 0) | (LATE if config.late else 0)
+    flags |= (OVERLAP if overlap else 0) | (NEXT if config.next_early else 0) | (LATE if config.late else 0)
     words = driver.tensor_map(w, (3, 2, 1, 0), (BOX_K, config.block_n, 1, 1))
-    x_words = driver.tensor_map(x, (2, 0, 1), (BOX_K, config.rows // 2 if pair else config.rows, 1), pad=4)
+    x_words = driver.tensor_map(x, (2, 0, 1), (BOX_K, config.rows, 1), pad=4)
     values = (
         w, *words[1:], x, *x_words[1:], h, b, bias, out, ids, ranks, scalings,
         0 if ids is None else ids.stride(0), stride(h, 0), stride(h, 1), stride(h, 2), stride(b, 0), stride(b, 2), stride(b, 3),
@@ -77,7 +75,6 @@ def product(
         0 if h is None else h.shape[0], flags, config.stages, config.x_stages, config.adapters,
         0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 9,
     )  # fmt: skip
-    cluster = (2, 1, 1) if pair else (1, 1, 1)
     threads = LORA_THREADS if rank else THREADS
-    cuda.launch(function, (blocks, 1, 1), threads, LAYOUT, values, cluster=cluster, shared=shared, pdl=overlap)
+    cuda.launch(function, (blocks, 1, 1), threads, LAYOUT, values, shared=shared, pdl=overlap)
     return True
