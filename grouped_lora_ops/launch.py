@@ -47,6 +47,12 @@ class CudaShrinkConfig:
     keep: int  # of one adapter
     whole: bool  # a block adds all chunks of D
     span: int = 1  # else: chunks a block takes in turn
+    stages: int = 4  # of 64 columns of D, in a ring
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        return 2048 + self.stages * (self.rows + self.columns) * 128
 
     @property
     def kernel(self) -> str:
