@@ -199,7 +199,7 @@ template <u32 ROWS, u32 COLUMNS, u32 KEEP, bool WHOLE> __device__ __forceinline_
     const bool some = any_of<THREADS<ROWS>>(1, mine);
     if (!some && p.turns > 1 && !(part.slot == 0 && p.flags & FILL)) return;
     if (threadIdx.x < 2 * ROWS) {
-        if constexpr (ROWS == 256) more_registers<120>();
+        if constexpr (ROWS == 256) more_registers<112>(); // of 96 that each of 640 threads starts with
         multiply_and_write<ROWS, COLUMNS, KEEP, WHOLE>(p, s, part, slots);
     } else {
         if constexpr (ROWS == 256) fewer_registers<24>();
