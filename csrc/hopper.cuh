@@ -1,4 +1,4 @@
-// What csrc/linear.cu, shrink.cu and stream.cu need of Hopper (sm_90a) beside tile.cuh: barriers in shared memory, TMA, wgmma, registers by part.
+// What csrc/linear.cu and csrc/stream.cu need of Hopper (sm_90a) beside tile.cuh: barriers in shared memory, TMA, wgmma, registers by part.
 #pragma once
 #include "tile.cuh"
 
@@ -64,12 +64,6 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[1
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
                  "%10, %11, %12, %13, %14, %15}, %16, %17, 1, 1, 1, 0, %18;"
                  : F16(0)
-                 : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
-}
-// … by 16.
-template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[8], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, %10;"
-                 : F4(0), F4(4)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
 #undef F16

@@ -39,31 +39,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class CudaShrinkConfig:
-    """A kernel of csrc/shrink.cu."""
-
-    rows: int  # of a tile
-    columns: int  # of all adapters side by side
-    keep: int  # of one adapter
-    whole: bool  # a block adds all chunks of D
-    span: int = 1  # else: chunks a block takes in turn
-    stages: int = 4  # of 64 columns of D, in a ring
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory."""
-        return 2048 + self.stages * (self.rows + self.columns) * 128
-
-    @property
-    def kernel(self) -> str:
-        return f"{self.rows}_{self.columns}_{self.keep}{'_whole' if self.whole else ''}"
-
-    @property
-    def threads(self) -> int:
-        return 2 * self.rows + (128 if self.rows == 256 else 32)
-
-
-@dataclass(frozen=True)
 class ShrinkConfig:
     mode: int
     tiles: int  # programs along the rows: an upper bound on the tiles any ids can make
@@ -81,7 +56,6 @@ class ShrinkConfig:
     span: int = 1  # chunks a program takes in turn, where split
     pdl: bool = False  # the expand behind it may start early
     early: bool = False  # it may itself start before the kernel ahead has ended
-    cuda: CudaShrinkConfig | None = None  # csrc/shrink.cu instead, where the layouts suit it
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ def _shrink_ahead(p: Problem, config: ShrinkConfig | None, programs: int) -> Shr
         return None
     block_r, rows = launch.rank_block(p.rank, p.itemsize), p.rows_per_slot
     whole = None
-    if block_r <= 32 and rows >= 32 and launch.estimated_tiles(p, 32) * p.groups + programs <= p.sms:
-        whole = (32, 128, 4, 4)  # few programs leave room for the product to start beside them
+    if block_r <= 32 and rows >= 32 and p.sms // 8 <= launch.estimated_tiles(p, 32) * p.groups <= p.sms - programs:
+        whole = (32, 128, 4, 4)  # few programs leave room for the product to start beside them; fewer would take longer than it
     elif p.tokens >= 8192 and block_r <= 32 and rows >= 32:
         whole = (32, 128, 4, 5)
     elif p.tokens >= 8192 and block_r == 64 and rows >= 256:

@@ -38,7 +38,7 @@ BF16 = torch.bfloat16
 # --- the source on the CPU ---
 
 
-def translated(change=lambda text: text, stem="linear", prefix="") -> str:
+def translated(change=lambda text: text, stem="linear") -> str:
     """csrc/<stem>.cu as C++. What is no assembly in hopper.cuh and a mistake could hide in, the descriptors, comes from there."""
     text, hopper = (change((ROOT / "csrc" / name).read_text()) for name in (f"{stem}.cu", "hopper.cuh"))
     lines = re.findall(r"^.*(?:u64 [kn]_major\(|u32 K_MAJOR_16).*$", hopper, re.MULTILINE)
@@ -55,15 +55,15 @@ def translated(change=lambda text: text, stem="linear", prefix="") -> str:
         'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 threads, u32 shared, u32 seed, void *ahead, '
         "size_t bytes) { return cpu::run_grid(blocks, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
     )
-    return text + "".join([run % (name, prefix + name) for name in kernels_of(text)])
+    return text + "".join([run % (name, name) for name in kernels_of(text)])
 
 
 def kernels_of(text: str) -> list[str]:
     return re.findall(r"^KERNEL\((\w+),", text, re.MULTILINE)
 
 
-def compiled(folder: Path, change=lambda text: text, stem="linear", prefix=""):
-    text = translated(change, stem, prefix)
+def compiled(folder: Path, change=lambda text: text, stem="linear"):
+    text = translated(change, stem)
     (folder / f"{stem}.cpp").write_text(text)
     # no fma: what rounds twice on the GPU must do so here
     command = ["g++", "-std=c++17", "-O2", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]

@@ -11,7 +11,6 @@ from . import common, delta_cuda
 from .expand import fill_base, grad_b, grad_h, output_shape
 from .prepared import prepared, prepared_in_place, straight
 from .shrink import backward as shrink_backward
-from .shrink import launch_shrink
 from .shrink import run as run_shrink
 
 
@@ -90,7 +89,7 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
         fill_base(base, out)
         return
     from ..kernels import delta as fused
-    from ..kernels import expand
+    from ..kernels import expand, shrink
 
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     xg, ag, bg, outg = common.grouped(x, 3), common.grouped(lora_a, 4), common.grouped(lora_b, 4), common.grouped(out, 3)
@@ -110,7 +109,7 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     h_groups = dims.groups if dims.h_grouped else 1
     chunks = config.shrink.chunks if config.shrink.split else 1
     h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
-    launch_shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink)
+    shrink.shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink)
     expand.expand(name, h, bg, baseg, outg, adapter_ids, plan, ranks, scalings, sizes, 1, copy, config.expand)
 
 

@@ -15,7 +15,6 @@ from .expand import grad_b, grad_h, output_shape
 from .expert_common import cast_unless_float32, gradient_of
 from .prepared import prepared, straight
 from .shrink import backward as shrink_backward
-from .shrink import launch_shrink
 from .shrink import run as run_shrink
 
 
@@ -78,6 +77,8 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     """Write out: the shrink, then the product."""
     if out.numel() == 0:
         return
+    from ..kernels import shrink
+
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     xg, outg = common.grouped(x, 3), common.grouped(out, 3)
     sizes = dims.out_sizes if dims.h_grouped else None
@@ -98,7 +99,7 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
         else:
             chunks = config.shrink.chunks if config.shrink.split else 1
             h, factors = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device), None
-        launch_shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, factors, None, False, config.shrink)
+        shrink.shrink(name, xg, common.grouped(lora_a, 4), h, adapter_ids, plan, ranks, factors, None, False, config.shrink)
     _base_and_delta(name, xg, weight, scales, h, b, bias, outg, adapter_ids, plan, ranks, scalings, dims.slots, sizes, None, False, config)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _checks, driver, launch, reference
 from .._library import define, once_differentiable
-from . import common, shrink_cuda
+from . import common
 from .prepared import prepared, straight
 from .wgrad import wgrad
 
@@ -58,22 +58,14 @@ def run(
     tokens, slots, rank, features = x.shape[0], a.shape[0], a.shape[2], x.shape[2]
     if tokens == 0 or groups == 0 or rank == 0 or features == 0 or slots == 0:
         return torch.zeros((tokens, rank) if flat else (tokens, groups, rank), dtype=torch.float32, device=x.device)
+    from ..kernels import shrink as kernels
+
     h = driver.empty((tokens, rank) if flat else (tokens, groups, rank), torch.float32, x.device)
     widest = features if sizes is None else max(sizes)
     config = common.configured(launch.shrink, common.problem(x, tokens, groups, widest, 0, rank, slots))
     plan = common.plan_for(adapter_ids, slots, plan, config.mode == launch.PLAN)
-    launch_shrink(name, x, a, h.view(1, tokens, groups, rank), adapter_ids, plan, ranks, scalings, sizes, True, config)
+    kernels.shrink(name, x, a, h.view(1, tokens, groups, rank), adapter_ids, plan, ranks, scalings, sizes, True, config)
     return h
-
-
-def launch_shrink(name, x, a, h, ids, plan, ranks, scalings, sizes, fill, config: launch.ShrinkConfig) -> None:
-    """`kernels.shrink.shrink`, or csrc/shrink.cu where the choice and the layouts allow it."""
-    if config.cuda is not None and shrink_cuda.fits(x, a, h, sizes, config.cuda):
-        if shrink_cuda.shrink(name, x, a, h, ids, ranks, scalings, fill, config):
-            return
-    from ..kernels import shrink as kernels
-
-    kernels.shrink(name, x, a, h, ids, plan, ranks, scalings, sizes, fill, config)
 
 
 def _cpu(x, lora_a, adapter_ids, ranks=None, plan=None):
