@@ -142,7 +142,8 @@ def pip_install(python, arguments, may_be_missing=False):
     if run.returncode == 0:
         return True
     message = (run.stderr or b"").decode(errors="replace")
-    if may_be_missing and "No matching distribution found" in message:
+    # Where a constraint of the user's names the package, pip calls a version that it does not find a conflict.
+    if may_be_missing and any(words in message for words in ("No matching distribution found", "ResolutionImpossible")):
         return False
     sys.stderr.write(message)
     raise Failure(

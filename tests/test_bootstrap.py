@@ -209,6 +209,15 @@ def test_pip_failure_is_one_sentence(bootstrap, monkeypatch, tmp_path, capfd):
     assert "No matching distribution" in capfd.readouterr().err
 
 
+def test_a_version_that_is_not_there_is_missing_under_a_constraint_too(bootstrap, monkeypatch, tmp_path):
+    """pip then says ResolutionImpossible, not that nothing matches: the next build is to be tried all the same."""
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("no-such-package-here<=2\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraints))
+    assert not bootstrap.pip_install(sys.executable, ["no-such-package-here==1"], may_be_missing=True)
+
+
 def test_pip_settings_that_install_elsewhere_are_dropped(bootstrap, monkeypatch):
     monkeypatch.setenv("PIP_TARGET", "elsewhere")
     monkeypatch.setenv("PIP_USER", "1")
