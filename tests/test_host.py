@@ -414,7 +414,8 @@ def test_programmatic_dependent_launch_is_recorded(gpu):
     (one,) = tape.launches
     assert (one.grid, one.threads, one.shared, one.pdl, one.slots) == ((5, 1, 1), 64, 512, True, ((0, 0),))
     assert one.offsets == (0, 8, 16, 24) and len(one.data) == 32
-    for changed in ({"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"profile_scratch_size": 8}):
+    refused = ({"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"profile_scratch_size": 8})
+    for changed in (*refused, {"instrumentation_mode": "gsan"}):
         compiled.metadata = SimpleNamespace(**{**vars(metadata), **changed})
         with driver.recording((x,)) as tape:
             driver.record_triton(compiled, (5, 1, 1), (x, 4, 64))
