@@ -211,7 +211,7 @@ def test_a_weight_of_one_is_no_weight():
 
 @pytest.mark.parametrize("activation", ["swiglu clamped", "swigluoai clamped"])
 def test_gradients_at_the_clamp(activation):
-    """Exactly at the limit the gradient passes, as in torch.clamp; above (gate) or beyond (up) it is zero."""
+    """Exactly at the limit the gradient passes, whatever torch.clamp does; above (gate) or beyond (up) it is zero."""
     name, limit = ACTIVATIONS[activation]
     h = torch.tensor([[limit, limit], [limit + 1, -limit], [-9 * limit, limit + 1], [0.5, -limit - 1], [-limit, 0.0]])
     eye, one = torch.eye(2)[None], torch.ones(5, 1)

@@ -31,7 +31,10 @@ def activate(h: Tensor, activation: str, limit: float | None) -> Tensor:
 
 
 def activate_backward(grad: Tensor, h: Tensor, activation: str, limit: float | None) -> Tensor:
-    """The gradient of `activate` in h: zero where a clamp is active (not at the limit itself), as autograd has it."""
+    """The gradient of `activate` in h: zero where a clamp is active, not at the limit itself.
+
+    There it is 1, with every torch; torch.clamp's own is 1 there up to 2.13 and 0 from 2.14 on.
+    """
     if activation == "relu2":
         return torch.where(h > 0, grad * (2 * F.relu(h)), 0)
     gate, up = _gate_up(h, limit)
