@@ -27,6 +27,7 @@ SPILLS = {
     "shrink_kernel, A_UNIT 2": 32,
     "delta_kernel, BLOCK_M 128": 264,  # on 4 warps: 115 µs at T = 8192, 142 without spills on 8
 }
+SPILLS_FROM_TRITON_3_8 = {"place_kernel": 144, "delta_kernel, BLOCK_M 128": 328}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -47,7 +48,10 @@ def kernels_of(request, tmp_path_factory):
 
 def test_they_fit(kernels_of):
     """Shared memory within the block's limit, no spill but the known ones, 16-byte loads and stores in the forward."""
+    triton = pytest.importorskip("triton")
     arch, shared, lines = kernels_of
+    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+    spills = {**SPILLS, **SPILLS_FROM_TRITON_3_8} if newer else SPILLS
     for k in lines:
         name, constants = k["kernel"], k["constants"]
         assert k["shared"] <= shared, k
@@ -58,7 +62,7 @@ def test_they_fit(kernels_of):
             key = "delta_kernel, BLOCK_M 128"
         elif name == "shrink_kernel" and constants["A_UNIT"] == 2:
             key = "shrink_kernel, A_UNIT 2"
-        assert k["stack"] <= SPILLS.get(key, 0 if arch == "sm_90" else 64), k
+        assert k["stack"] <= spills.get(key, 0 if arch == "sm_90" else 64), k
         forward = constants.get("A_UNIT", 3) == 3 and constants.get("B_UNIT", 3) == 3
         if name in ("shrink_kernel", "expand_kernel", "delta_kernel") and forward:
             assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k
