@@ -205,8 +205,8 @@ def act(h: Tensor, activation: str, limit: float | None) -> Tensor:
     if activation == "relu2":
         return F.relu(h) ** 2
     gate, up = h.chunk(2, -1)
-    if limit is not None:  # not clamp: at the limit its gradient is 1 up to torch 2.13, 0 from 2.14 on; ours is 1
-        gate, up = torch.where(gate > limit, limit, gate), torch.where(up.abs() > limit, limit * up.sign(), up)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     if activation == "swiglu":
         return F.silu(gate) * up
     if activation == "geglu_tanh":

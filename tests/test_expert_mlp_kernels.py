@@ -226,3 +226,28 @@ def test_a_weight_of_more_bits_than_bf16_keeps_them():
     close(kernels("mlp")(*c.args()), run_reference(c)[0], run_reference(c.wide())[0], "1/3")
     rough = replace(c, topk_weights=c.topk_weights.bfloat16())
     assert not torch.equal(kernels("mlp")(*c.args()), kernels("mlp")(*rough.args()))
+
+
+@pytest.mark.parametrize("passes", [True, False], ids=["gradient 1 at the limit", "gradient 0 at the limit"])
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai"])
+def test_the_gradient_at_the_clamp_is_what_torchs_is(monkeypatch, activation, passes):
+    """Of either kind of torch, whichever is there: at the limit itself, beside it, beyond it, of NaN."""
+    from grouped_lora_ops.kernels import expert_rows
+    from grouped_lora_ops.reference import expert_activation
+
+    values, limit = [7.0, -7.0, 7.25, -7.25, 6.75, 0.5, NAN, 0.0], 7.0
+    gate, up = (t.flatten() for t in torch.meshgrid(torch.tensor(values), torch.tensor(values), indexing="ij"))
+    h = torch.cat([gate, up])[None].to(DEVICE)  # one route
+    grad = torch.full((1, len(gate)), 2.0, device=DEVICE)
+    monkeypatch.setattr(expert_activation, "PASSES_AT_LIMIT", passes)
+    want = expert_activation.activate_backward(grad, h, activation, limit)[0].view(2, -1)
+    got = torch.full((1, 2, len(gate)), NAN, device=DEVICE)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    expert_rows.activation_backward("expert_mlp", h.view(1, 2, -1), grad, got, None, ids, None, 1, activation, limit, passes)
+    cut = (gate.abs() > limit) | (up.abs() > limit) | gate.isnan() | up.isnan()
+    assert torch.equal(got[0] == 0, want == 0) and cut.any()
+    torch.testing.assert_close(got[0], want, equal_nan=True)
+    at_gate, at_up = gate == limit, up.abs() == limit
+    inner = ~(gate.isnan() | up.isnan())
+    assert (want[0].cpu()[at_gate & inner & (up != 0) & (up != -1)] != 0).all() == passes
+    assert (want[1].cpu()[at_up & inner & (gate != 0)] != 0).all() == passes

@@ -70,7 +70,7 @@ def activate(gate, up, limit, ACT: tl.constexpr, CLAMP: tl.constexpr):
 
 @triton.jit
 def activate_backward(grad, gate, up, limit, ACT: tl.constexpr, CLAMP: tl.constexpr):
-    """(d gate, d up); zero where a clamp is active, not at the limit itself."""
+    """(d gate, d up); zero where a clamp is active, by CLAMP = 2 at the limit itself, too."""
     raw_gate = gate
     raw_up = up
     if CLAMP:
@@ -92,9 +92,12 @@ def activate_backward(grad, gate, up, limit, ACT: tl.constexpr, CLAMP: tl.conste
         d_up = grad * value
     else:
         d_gate = tl.where(gate > 0, grad * 2.0 * gate, 0.0)
-    if CLAMP:
-        d_gate = tl.where(raw_gate > limit, 0.0, d_gate)
-        d_up = tl.where((raw_up > limit) | (raw_up < -limit), 0.0, d_up)
+    if CLAMP == 1:
+        d_gate = tl.where(raw_gate <= limit, d_gate, 0.0)
+        d_up = tl.where((raw_up <= limit) & (raw_up >= -limit), d_up, 0.0)
+    elif CLAMP == 2:
+        d_gate = tl.where(raw_gate < limit, d_gate, 0.0)
+        d_up = tl.where((raw_up < limit) & (raw_up > -limit), d_up, 0.0)
     return d_gate, d_up
 
 
@@ -283,9 +286,9 @@ def activation(name: str, h: Tensor, out: Tensor, ids: Tensor, weights: Tensor |
 
 def activation_backward(
     name: str, h: Tensor, grad: Tensor, out: Tensor, dw: Tensor | None, ids: Tensor, weights: Tensor | None, experts: int,
-    act: str, limit: float | None,
+    act: str, limit: float | None, passes_at_limit: bool,
 ):  # fmt: skip
-    """out [M, 1 or 2, I] from grad [M, I]; dw [M] float32 is added to."""
+    """out [M, 1 or 2, I] from grad [M, I]; dw [M] float32 is added to. passes_at_limit: the clamp's gradient at the limit itself is 1."""
     inner = grad.shape[1]
     unit, vec = _vectors(h, grad, out)
     launch(
@@ -293,7 +296,7 @@ def activation_backward(
         (h, grad, out, dw, ids, weights, 0.0 if limit is None else float(limit), *_sizes(ids, experts), inner // vec,
          *ids.stride(), _stride(h, vec), _halves(h, vec), h.stride(2), _stride(grad, vec), _stride(out, vec), _halves(out, vec),
          0 if weights is None else weights.stride(0)),
-        (ACTIVATIONS[act], limit is not None, vec, unit, _block(inner)), 4, 1,
+        (ACTIVATIONS[act], 0 if limit is None else 1 if passes_at_limit else 2, vec, unit, _block(inner)), 4, 1,
     )  # fmt: skip
 
 

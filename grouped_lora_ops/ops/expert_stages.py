@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import driver, launch_experts
 from .._checks_experts import Mlp
+from ..reference import expert_activation
 from . import common
 from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
 from .expert_launch import Routing, activated_projection, problem, projection, routing, run_dot, summed, weighted_rows
@@ -141,7 +142,7 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
 
             kernels.activation_backward(
                 name, layer.halves(h1), ga, layer.halves(g1), dw if pre else None, to.ids, weights if pre else None,
-                to.experts, layer.activation, layer.activation_limit,
+                to.experts, layer.activation, layer.activation_limit, expert_activation.PASSES_AT_LIMIT,
             )  # fmt: skip
     if need_h1:
         inputs, v = layer.inputs(name, to), None

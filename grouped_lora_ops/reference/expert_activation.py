@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 ALPHA = 1.702  # swigluoai's sigmoid
 ACTIVATIONS = ("swiglu", "swigluoai", "geglu_tanh", "relu2")
+# At the limit itself torch.clamp's gradient is 1 up to torch 2.13, and 0 from 2.14 on. The parent's is torch's, so ours is, too.
+PASSES_AT_LIMIT = tuple([int(part) for part in torch.__version__.split(".")[:2]]) < (2, 14)
 
 
 def _gate_up(h: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
@@ -31,10 +33,7 @@ def activate(h: Tensor, activation: str, limit: float | None) -> Tensor:
 
 
 def activate_backward(grad: Tensor, h: Tensor, activation: str, limit: float | None) -> Tensor:
-    """The gradient of `activate` in h: zero where a clamp is active, not at the limit itself.
-
-    There it is 1, with every torch; torch.clamp's own is 1 there up to 2.13 and 0 from 2.14 on.
-    """
+    """The gradient of `activate` in h: zero where a clamp is active; at the limit itself as in the torch that is there."""
     if activation == "relu2":
         return torch.where(h > 0, grad * (2 * F.relu(h)), 0)
     gate, up = _gate_up(h, limit)
@@ -51,6 +50,7 @@ def activate_backward(grad: Tensor, h: Tensor, activation: str, limit: float | N
         d_up = grad * (gate * sigmoid)
     if limit is not None:
         raw_gate, raw_up = h.chunk(2, -1)
-        d_gate = torch.where(raw_gate <= limit, d_gate, 0)
-        d_up = torch.where((raw_up >= -limit) & (raw_up <= limit), d_up, 0)
+        within = torch.le if PASSES_AT_LIMIT else torch.lt
+        d_gate = torch.where(within(raw_gate, limit), d_gate, 0)
+        d_up = torch.where(within(raw_up, limit) & within(-raw_up, limit), d_up, 0)
     return torch.cat([d_gate, d_up], -1)
