@@ -99,7 +99,7 @@ def measure(point: Point, device, say) -> dict:
                 drop(label, error)
 
     def fastest_rule() -> str | None:
-        return min(times.keys() - own, key=times.__getitem__, default=None)
+        return min([label for label in times if label not in own], key=times.__getitem__, default=None)
 
     rules = candidates.one_launch(p, device.has_cuda)
     try_all(rules)
