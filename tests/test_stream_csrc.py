@@ -37,7 +37,7 @@ class StreamOnCpu(OnCpu):
 
     def launch(self, function, grid, threads, layout, values, *, shared, pdl):
         name, most = function
-        data, _ = driver.pack(layout, values)
+        data, tensors = driver.pack(layout, values)
         h = values[H_AT]
         assert shared <= most == 227 * KB and grid[1:] == (1, 1)
         assert len(data) == 512 and (h is None or int.from_bytes(data[256:264], "little") == h.data_ptr())
@@ -47,7 +47,7 @@ class StreamOnCpu(OnCpu):
             h if h is not None else x if x.is_contiguous() else None
         )  # by the kernel ahead, which without LoRA is any one
         ahead = (0, 0) if made is None or not pdl else (made.data_ptr(), made.element_size() * made.numel())
-        self.last = name
+        self.last, self.packed = name, (data, tensors)
         self.run(name, data, grid[0], threads, shared, ahead)
 
 
@@ -182,6 +182,30 @@ def test_a_row_of_x_that_is_not_finite_stays_alone(on_cpu):
         others = [row for row in range(tokens) if row not in (3, 9)]
         assert_equal(got[others], clean[others])
         assert not got[[3, 9]].isfinite().any()
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_a_recorded_launch_is_another_calls_but_for_its_tensors(on_cpu, monkeypatch, tokens, lora):
+    """What ops/prepared.py repeats: two tensor maps whose first words are addresses, and nothing else that is one."""
+    operands, packed, product = [], [], stream_cuda.product
+
+    def noted(*args):
+        operands.append(tuple([t for t in args if isinstance(t, torch.Tensor)]))
+        return product(*args)
+
+    monkeypatch.setattr(stream_cuda, "product", noted)
+    for seed in (0, 1):
+        c, weight, bias = case("wo_a", **SIZES | dict(tokens=tokens), ranks=True, seed=seed)
+        check(on_cpu, c, weight, bias, lora)
+        packed.append(on_cpu.packed)
+    tape = driver.Tape(operands[0])
+    tape.add(driver.Launch(0, (1, 1, 1), 32, (1, 1, 1), 0, True, packed[0][0], (0,), ()), packed[0][1])
+    (launch,) = tape.launches
+    filled = bytearray(launch.data)
+    for at, operand in launch.slots:
+        filled[at : at + 8] = operands[1][operand].data_ptr().to_bytes(8, "little")
+    assert not tape.refused and filled == packed[1][0]
 
 
 def test_what_does_not_fit():
