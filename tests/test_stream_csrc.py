@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import random
 import re
 from dataclasses import replace
 
@@ -237,6 +238,37 @@ def test_choices_fit_into_shared_memory():
         p = replace(Problem("sm_90", 132, 2, 8, 4, 4096, 1024, 16, 8), **other)
         assert launch_linear.linear(p).stream is None
     assert launch_linear.linear(p, True).stream is None
+
+
+def test_random_choices():
+    """Any problem gets a launch that fits, and a shrink of the same bits, which no more than starts earlier with fewer stages."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        tokens, groups, slots = (
+            draw.randint(1, 64),
+            draw.choice((1, 2, 3, 8, 40)),
+            draw.choice((0, 1, 2, 8, 64, 1024, 5000)),
+        )
+        features, columns, rank = (
+            draw.choice((0, 1, 8, 129, 4096)),
+            draw.choice((1, 8, 33, 1024, 28672)),
+            draw.randint(0, 64),
+        )
+        p = Problem("sm_90", draw.choice((1, 16, 78, 114, 132)), 2, tokens, groups, features, columns, rank, slots)
+        config, tiles = launch_linear.linear(p), launch_linear.tiles(p)
+        chosen, ranks = config.stream, stream_ranks(rank if slots else 0)
+        used = launch_linear.STREAM_FIXED + launch_linear.stream_bytes(chosen, ranks)
+        blocks = 2 if chosen.block_n == 32 and groups * -(-columns // 32) > p.sms else 1
+        assert used * blocks <= 227 * KB and min(chosen.stages, chosen.x_stages) >= 2, p
+        if chosen.late:
+            rings = 256 * (chosen.stages * chosen.block_n + chosen.x_stages * chosen.rows)
+            assert chosen.adapters * launch_linear._factor(chosen, ranks) <= rings, p
+        assert (config.shrink is None) == (tiles.shrink is None), p
+        if config.shrink is not None:
+            assert 2 <= config.shrink.num_stages <= tiles.shrink.num_stages, p
+            assert (
+                replace(config.shrink, num_stages=tiles.shrink.num_stages, early=tiles.shrink.early) == tiles.shrink
+            ), p
 
 
 # edits of the source, and how the kernel is launched where that matters
