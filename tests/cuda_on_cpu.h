@@ -72,6 +72,7 @@ inline u32 shared_start;                      // the address of the first byte o
 inline std::function<bool(Thread *)> pauses;  // whether a thread that could run does not run this time
 inline std::function<bool()> units;           // what works beside the threads; whether anything is left to do
 inline std::function<void()> producer;        // ends, for a thread that waits for it
+inline std::function<void()> consumer;        // may start, where a thread lets it
 inline char failure[200];
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<Send> sends;
@@ -252,4 +253,6 @@ inline void send16(u32 to, float4 v, u32 barrier) { send(to, &v, 16, barrier); }
 inline void wait_for_producer() {
     if (cpu::producer) cpu::producer();
 }
-inline void let_consumer_start() {}
+inline void let_consumer_start() {
+    if (cpu::consumer) cpu::consumer();
+}

@@ -61,6 +61,9 @@ inline u8 *hidden; // what the kernel ahead writes, and how much of it
 inline size_t hidden_bytes;
 inline std::vector<u8> hidden_copy;
 inline bool is_hidden;
+extern "C" {
+u32 behind_any_kernel; // not behind our shrink, which lets others start when all before it have ended
+}
 
 inline Lane &lane() { return lanes[now->index.x]; }
 inline bool one_in(u32 n) { return n <= 1 || chance() % n == 0; }
@@ -113,6 +116,7 @@ inline void fetch(u32 to, const void *words, const int (&start)[4], u32 barrier_
     if (map[12] != MAP) fail("TMA: not a tensor map");
     if (to % 1024) fail("TMA: a swizzled box that does not start at a multiple of 1024 bytes");
     if (map[8] * 2 != 128) fail("TMA: a box whose rows are not 128 bytes");
+    if (hidden && (u8 *)map[0] == hidden && !lane().waited) fail("x is read before the kernel that makes it has ended");
     const u32 rows = map[9] * map[10] * map[11], each = 8;
     garbage(at(to, rows * 128), rows * 128);
     barrier(barrier_at);
@@ -293,11 +297,14 @@ inline const char *run_grid(u32 count, u32 size, u32 shared, u32 seed, void *fro
             return left;
         };
         producer = [] { lane().waited = true, show(); };
+        consumer = [] {
+            if (behind_any_kernel && !lane().waited) fail("another kernel may start before the one ahead has ended");
+        };
         hide();
         const char *wrong = attempt(b, 1, size, shared, seed * 1000 + b + 1, body);
         show();
         wrong = wrong ? wrong : check_rest();
-        pauses = nullptr, units = nullptr, producer = nullptr, shared_start = 0;
+        pauses = nullptr, units = nullptr, producer = nullptr, consumer = nullptr, shared_start = 0;
         if (wrong) return wrong;
     }
     return nullptr;

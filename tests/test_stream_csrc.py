@@ -5,7 +5,9 @@ What ops/stream_cuda.py packs drives it; the rest is as in test_linear_csrc.py.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import random
 import re
 from dataclasses import replace
 
@@ -36,12 +38,17 @@ class StreamOnCpu(OnCpu):
 
     def launch(self, function, grid, threads, layout, values, *, shared, pdl):
         name, most = function
-        data, _ = driver.pack(layout, values)
+        data, tensors = driver.pack(layout, values)
         h = values[H_AT]
         assert shared <= most == 227 * KB and grid[1:] == (1, 1)
         assert len(data) == 512 and (h is None or int.from_bytes(data[256:264], "little") == h.data_ptr())
-        ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 4 * h.numel())
-        self.last = name
+        x = values[16]
+        ctypes.c_uint32.in_dll(self.library, "behind_any_kernel").value = h is None and pdl
+        made = (
+            h if h is not None else x if x.is_contiguous() else None
+        )  # by the kernel ahead, which without LoRA is any one
+        ahead = (0, 0) if made is None or not pdl else (made.data_ptr(), made.element_size() * made.numel())
+        self.last, self.packed = name, (data, tensors)
         self.run(name, data, grid[0], threads, shared, ahead)
 
 
@@ -56,7 +63,7 @@ def config(c, block_n=32, stages=3, x_stages=2, adapters=3, late=False):
     return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, True, late)
 
 
-def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, **how):
+def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, ranks=None, **how):
     x, weight = common.grouped(c.x, 3), linear_op._outer(weight, 3)
     out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
     sizes = None if c.out_sizes is None else tuple(c.out_sizes)
@@ -67,7 +74,14 @@ def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, **how):
     x, w = on_cpu.edge(x), on_cpu.edge(weight[None])
     bias = None if bias is None else on_cpu.edge(linear_op._outer(bias, 2)[None])
     assert stream_cuda.fits(x, w, h, b, bias, out, sizes)
-    rest = (c.ids if lora else None, c.ranks, c.scalings if lora else None, sizes, config(c, **how), pdl)
+    rest = (
+        c.ids if lora else None,
+        c.ranks if ranks is None else ranks,
+        c.scalings if lora else None,
+        sizes,
+        config(c, **how),
+        pdl,
+    )
     assert stream_cuda.product("linear", x, w, h, b, bias, out, *rest)
     assert untouched(), "written beside out"
     return out.reshape(c.base.shape).clone()
@@ -101,6 +115,14 @@ def test_ranks(on_cpu, rank, tokens):
         assert on_cpu.last.endswith(f"_{stream_ranks(rank)}")
 
 
+@pytest.mark.parametrize("tokens", [9, 50])
+def test_ranks_out_of_range(on_cpu, tokens):
+    """Below 0 is 0, past r is r."""
+    c, weight, bias = case("plain", **SIZES | dict(rank=24, tokens=tokens), ranks=[0, 24, 7])
+    got = run(on_cpu, c, weight, bias, ranks=torch.tensor([-3, 40, 7], dtype=torch.int32))
+    assert_equal(got, want_linear(c, weight, bias), f"seed {on_cpu.seed - 1}")
+
+
 @pytest.mark.parametrize("adapters", [1, 7, 64])
 @pytest.mark.parametrize("rank, tokens", [(16, 64), (64, 64), (32, 16)])
 def test_more_adapters_than_room(on_cpu, rank, tokens, adapters):
@@ -119,8 +141,8 @@ def test_ids_that_name_no_adapter(on_cpu, tokens):
     check(on_cpu, replace(c, ids=torch.full_like(c.ids, -1)), weight, bias)
     for wild in (3, 2**31 - 1, -(2**31), -7):
         check(on_cpu, replace(c, ids=torch.where(torch.arange(tokens) % 2 == 0, wild, c.ids).int()), weight, bias)
-    beyond = torch.where(torch.arange(tokens) % 2 == 0, 2**32 + 1, c.ids.long())
-    check(on_cpu, replace(c, ids=beyond), weight, bias)
+    for wild in (2**32 + 1, 1 - 2**32):  # their lower halves name one
+        check(on_cpu, replace(c, ids=torch.where(torch.arange(tokens) % 2 == 0, wild, c.ids.long())), weight, bias)
     check(on_cpu, c, weight, bias, lora=False)
     assert on_cpu.last.endswith("_0")
 
@@ -163,6 +185,30 @@ def test_a_row_of_x_that_is_not_finite_stays_alone(on_cpu):
         assert not got[[3, 9]].isfinite().any()
 
 
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_a_recorded_launch_is_another_calls_but_for_its_tensors(on_cpu, monkeypatch, tokens, lora):
+    """What ops/prepared.py repeats: two tensor maps whose first words are addresses, and nothing else that is one."""
+    operands, packed, product = [], [], stream_cuda.product
+
+    def noted(*args):
+        operands.append(tuple([t for t in args if isinstance(t, torch.Tensor)]))
+        return product(*args)
+
+    monkeypatch.setattr(stream_cuda, "product", noted)
+    for seed in (0, 1):
+        c, weight, bias = case("wo_a", **SIZES | dict(tokens=tokens), ranks=True, seed=seed)
+        check(on_cpu, c, weight, bias, lora)
+        packed.append(on_cpu.packed)
+    tape = driver.Tape(operands[0])
+    tape.add(driver.Launch(0, (1, 1, 1), 32, (1, 1, 1), 0, True, packed[0][0], (0,), ()), packed[0][1])
+    (launch,) = tape.launches
+    filled = bytearray(launch.data)
+    for at, operand in launch.slots:
+        filled[at : at + 8] = operands[1][operand].data_ptr().to_bytes(8, "little")
+    assert not tape.refused and filled == packed[1][0]
+
+
 def test_what_does_not_fit():
     x, w, out = (torch.empty(*shape, dtype=BF16) for shape in ((64, 1, 64), (1, 1, 40, 64), (64, 1, 40)))
     h, b = torch.empty(2, 64, 1, 16), torch.empty(3, 1, 1, 40, 16, dtype=BF16)
@@ -194,27 +240,104 @@ def test_choices_fit_into_shared_memory():
     assert launch_linear.linear(p, True).stream is None
 
 
+def test_random_choices():
+    """Any problem gets a launch that fits, and a shrink of the same bits, which no more than starts earlier with fewer stages."""
+    draw = random.Random(0)
+    for _ in range(3000):
+        tokens, groups, slots = (
+            draw.randint(1, 64),
+            draw.choice((1, 2, 3, 8, 40)),
+            draw.choice((0, 1, 2, 8, 64, 1024, 5000)),
+        )
+        features, columns, rank = (
+            draw.choice((0, 1, 8, 129, 4096)),
+            draw.choice((1, 8, 33, 1024, 28672)),
+            draw.randint(0, 64),
+        )
+        p = Problem("sm_90", draw.choice((1, 16, 78, 114, 132)), 2, tokens, groups, features, columns, rank, slots)
+        config, tiles = launch_linear.linear(p), launch_linear.tiles(p)
+        chosen, ranks = config.stream, stream_ranks(rank if slots else 0)
+        used = launch_linear.STREAM_FIXED + launch_linear.stream_bytes(chosen, ranks)
+        blocks = 2 if chosen.block_n == 32 and groups * -(-columns // 32) > p.sms else 1
+        assert used * blocks <= 227 * KB and min(chosen.stages, chosen.x_stages) >= 2, p
+        if chosen.late:
+            rings = 256 * (chosen.stages * chosen.block_n + chosen.x_stages * chosen.rows)
+            assert chosen.adapters * launch_linear._factor(chosen, ranks) <= rings, p
+        assert (config.shrink is None) == (tiles.shrink is None), p
+        if config.shrink is not None:
+            assert 2 <= config.shrink.num_stages <= tiles.shrink.num_stages, p
+            assert (
+                replace(config.shrink, num_stages=tiles.shrink.num_stages, early=tiles.shrink.early) == tiles.shrink
+            ), p
+
+
+# edits of the source, and how the kernel is launched where that matters
 FAULTS = {
     "a stage is given back too early": (
-        "            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once\n"
-        "            release(step, ring.stage, x_ring.stage);\n",
-        "            release(step, ring.stage, x_ring.stage);\n            multiplied(d);\n",
+        [
+            (
+                "            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once\n"
+                "            release(step, ring.stage, x_ring.stage);\n",
+                "            release(step, ring.stage, x_ring.stage);\n            multiplied(d);\n",
+            )
+        ],
+        {},
     ),
-    "W is fetched a use of a stage ahead": ("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", ""),
-    "x is fetched a use of a stage ahead": ("        wait(s.x_empty[ring.stage], ring.phase ^ 1);\n", ""),
-    "h is read before it is made": ("    if (p.flags & OVERLAP) wait_for_producer(); // it makes h\n", ""),
-    "B is not waited for": ("        copies_wait<0>();\n", ""),
+    "W is fetched a use of a stage ahead": ([("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", "")], {}),
+    "x is fetched a use of a stage ahead": ([("        wait(s.x_empty[ring.stage], ring.phase ^ 1);\n", "")], {}),
+    "h is read before it is made": ([("    if (p.flags & OVERLAP) wait_for_producer(); // it makes h\n", "")], {}),
+    "x is read before it is made": (
+        [
+            ("    if (S::RANKS == 0 && p.flags & OVERLAP) wait_for_producer(); // any kernel: it may write x\n", ""),
+            (
+                "    if (p.flags & NEXT) let_consumer_start(); // all that is older than the shrink ahead has ended\n",
+                "",
+            ),
+        ],
+        dict(lora=False),
+    ),
+    "the kernel behind starts before any kernel ahead has ended": (
+        [
+            (
+                "    if (S::RANKS == 0 && p.flags & OVERLAP)",
+                "    let_consumer_start();\n    if (S::RANKS == 0 && p.flags & OVERLAP)",
+            )
+        ],
+        dict(lora=False),
+    ),
+    "B is not waited for": ([("        copies_wait<0>();\n", "")], {}),
+    "B comes to where the one before is still read": (
+        [
+            ("        any_of<MATH + HELPERS>(1, false); // more adapters than there is room for\n", ""),
+            ("        if (first + p.adapters < s.count) any_of<MATH + HELPERS>(1, false);\n", ""),
+        ],
+        {},
+    ),
+    "B comes to where the rings are still read": (
+        [
+            ("        any_of<MATH + HELPERS>(1, false);\n        load_factors", "        load_factors"),
+            ("    if (p.flags & LATE) any_of<MATH + HELPERS>(1, false); // the rings are read\n", ""),
+        ],
+        dict(late=True),
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
-    before, after = FAULTS[fault]
-    assert (ROOT / "csrc/stream.cu").read_text().count(before) == 1
-    one_kernel = re.compile(r"^KERNEL\((?!stream_64_32_16,).*$", re.MULTILINE)  # the others would only be compiled
-    on_cpu = StreamOnCpu(compiled(tmp_path, lambda text: one_kernel.sub("", text.replace(before, after)), "stream"), monkeypatch)
+    edits, how = FAULTS[fault]
+    source = (ROOT / "csrc/stream.cu").read_text()
+    assert all(source.count(before) == 1 for before, _ in edits)
+
+    def change(text):
+        for before, after in edits:
+            text = text.replace(before, after)
+        # the other kernels would only be compiled
+        return re.sub(r"^KERNEL\((?!stream_64_32_(?:16|0),).*$", "", text, flags=re.MULTILINE)
+
+    on_cpu = StreamOnCpu(compiled(tmp_path, change, "stream"), monkeypatch)
     c, weight, bias = case("plain", **SIZES | dict(tokens=50, features=1024, out=64))
     with pytest.raises(AssertionError):
         for _ in range(8):  # orders of events
-            check(on_cpu, c, weight, bias, stages=2, adapters=1)
+            check(on_cpu, c, weight, bias, stages=2, adapters=1, **how)
     on_cpu.close()

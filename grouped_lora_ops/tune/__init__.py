@@ -78,13 +78,17 @@ def measure(point: Point, device, say) -> dict:
     if wrong:
         raise WrongKernel(f"{point.name}: the closed form's own kernels are {wrong}; run the doctor.")
     default_us, times, dropped = device.us(default), {}, {}
+    own = set()  # rules that are the closed form: none to write down, but every expand is tried behind the best shrink
+
+    def drop(label: str, error: Exception) -> None:
+        dropped[label] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:120]
 
     def try_all(rules: dict[str, dict]) -> None:
         for label, rule in rules.items():
             try:
                 config = candidates.config_of(rule, p)
                 if config == default:
-                    continue
+                    own.add(label)
                 wrong = device.wrong(config)
                 if wrong:
                     dropped[label] = wrong
@@ -92,7 +96,10 @@ def measure(point: Point, device, say) -> dict:
                     continue
                 times[label] = device.us(config)
             except Exception as error:  # too much shared memory, a compiler's limit, memory: the candidate drops out
-                dropped[label] = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:120]
+                drop(label, error)
+
+    def fastest_rule() -> str | None:
+        return min([label for label in times if label not in own], key=times.__getitem__, default=None)
 
     rules = candidates.one_launch(p, device.has_cuda)
     try_all(rules)
@@ -107,10 +114,14 @@ def measure(point: Point, device, say) -> dict:
         behind = {label: rule for label, rule in candidates.rules(p, best).items() if label not in rules}
         rules |= behind
         try_all(behind)
-    fastest = min(times, key=times.__getitem__, default=None)
-    if fastest is not None and times[fastest] < default_us:
+    while (fastest := fastest_rule()) is not None and times[fastest] < default_us:
         config = candidates.config_of(rules[fastest], p)
-        default_us, times[fastest] = _in_turn(device, (default, config), (default_us, times[fastest]))
+        try:
+            default_us, times[fastest] = _in_turn(device, (default, config), (default_us, times[fastest]))
+            break
+        except Exception as error:  # once it ran: other memory is free now
+            drop(fastest, error)
+            del times[fastest]
     found = {"default_us": round(default_us, 3), "us": round(times.get(fastest, default_us), 3), "label": fastest}
     return found | {"rule": rules.get(fastest), "tried": len(times), "dropped": dropped}
 
