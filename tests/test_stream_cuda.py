@@ -180,6 +180,51 @@ def test_replays_follow_ids_and_weights(both, choose, tokens, lora):
 
 
 @gpu
+@pytest.mark.parametrize("tokens", [8, 16, 64])
+def test_a_chain_of_ops_that_start_beside_one_another(both, choose, tokens):
+    """Each reads what the one ahead writes, in memory that is used again and again: as with the GPU idle between any two."""
+    x, weight, a, b, ids, scalings, _, _, _ = dense("plain", tokens, 6, 512, 512, 16)
+    experts, wide = torch.empty(8, 512, 512, dtype=BF16, device="cuda"), torch.empty(6, 8, 16, 512, dtype=BF16, device="cuda")
+    tall, route = torch.empty(6, 8, 512, 16, dtype=BF16, device="cuda"), torch.zeros(tokens, 2, dtype=torch.int64, device="cuda")
+
+    def change(seed):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        ids.copy_(torch.randint(-1, 6, ids.shape, generator=g, device="cuda"))
+        route.copy_(torch.randint(0, 8, route.shape, generator=g, device="cuda"))
+        scalings.uniform_(generator=g)
+        for t in (x, weight, a, b, experts, wide, tall):
+            t.normal_(generator=g).mul_(512**-0.25)
+
+    def step(between):
+        y = linear(x, weight, a, b, ids, scalings)
+        between()
+        gl.delta_(y, x, a, b, ids, scalings)
+        between()
+        y = linear(y, weight, a[:, :0], b[..., :0], ids, scalings)
+        between()
+        y = linear(y, weight, a, b, ids, scalings)
+        between()
+        y = gl.expert_linear(y, experts, wide, tall, route, ids, scalings)
+        between()
+        y = linear(y[::2], weight, a, b, ids, scalings)
+        between()
+        return gl.delta(y, a, b, ids, scalings, base=y)
+
+    choose("chosen")
+    wanted = []
+    for seed in range(40):
+        change(seed)
+        wanted.append(step(torch.cuda.synchronize))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step(lambda: None)
+    for seed, want in enumerate(wanted):
+        change(seed)
+        graph.replay()
+        assert_bits(y, want, f"replay {seed}")
+
+
+@gpu
 def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
     """A tensor map holds an address, which follows the weight and x."""
     for tokens in (8, 64):

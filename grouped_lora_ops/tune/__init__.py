@@ -52,6 +52,7 @@ def head_of(device) -> dict:
         "torch": torch.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
+        "method": "in turn, ids evenly spread",
     }
 
 
