@@ -208,7 +208,7 @@ def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig
     """config with as many stages as leave room for a block of csrc/stream.cu beside all of its own; it has the time that W takes."""
     if config is None:
         return None
-    programs = config.tiles * cdiv(p.rank, config.block_r) * config.chunks * p.groups  # those without rows among them
+    programs = launch.estimated_tiles(p, config.block_m) * cdiv(p.rank, config.block_r) * config.chunks * p.groups
     stage = (config.block_m + config.block_r) * config.block_k * p.itemsize
     room = shared_memory(p.arch) - STREAM_FIXED - stream_bytes(beside, stream_ranks(p.rank))
     fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage  # Triton has one less in shared memory
