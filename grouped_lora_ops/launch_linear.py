@@ -14,7 +14,7 @@ from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, po
 ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
-CUDA_TOKENS = 128  # from here on csrc/linear.cu
+CUDA_TOKENS = 65  # from here on csrc/linear.cu; for the gradient of x from 128 on
 SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and rows that are gathered
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
 STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
@@ -208,11 +208,14 @@ def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig
     """config with as many stages as leave room for a block of csrc/stream.cu beside all of its own; it has the time that W takes."""
     if config is None:
         return None
-    programs = launch.estimated_tiles(p, config.block_m) * cdiv(p.rank, config.block_r) * config.chunks * p.groups
+    # with low ranks three stages are as good as four, so there is room for programs without rows, too (wo_a r 16 T = 64: 18.7 µs, 20.9)
+    low = p.rank <= 16
+    tiles = config.tiles if low else launch.estimated_tiles(p, config.block_m)
+    programs = tiles * cdiv(p.rank, config.block_r) * config.chunks * p.groups
     stage = (config.block_m + config.block_r) * config.block_k * p.itemsize
     room = shared_memory(p.arch) - STREAM_FIXED - stream_bytes(beside, stream_ranks(p.rank))
     fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage  # Triton has one less in shared memory
-    return replace(config, num_stages=max(2, min(config.num_stages, fit + 1)), early=config.pdl)
+    return replace(config, num_stages=min(config.num_stages, max(3 if low else 2, fit + 1)), early=config.pdl)
 
 
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
@@ -221,7 +224,7 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.tokens <= STREAM_TOKENS and p.rank <= STREAM_RANKS[-1]:
         chosen = stream(p)
         return replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
-    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < CUDA_TOKENS:
+    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < (128 if transposed else CUDA_TOKENS):
         return config
     columns = next((width for width in (256, 128) if _programs(p, 128, width) >= 0.7 * p.sms), 64)
     programs = _programs(p, 128, columns)

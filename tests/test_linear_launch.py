@@ -27,11 +27,12 @@ def problem(**changes):
     return replace(launch.Problem("sm_90", 132, 2, 8192, 4, 4096, 1024, 16, 8), **changes)
 
 
-def test_linear_takes_it_from_128_rows_on_where_its_tiles_fill_the_gpu():
+def test_linear_takes_it_from_65_rows_on_where_its_tiles_fill_the_gpu():
     wide = dict(groups=8, out_features=18432)  # 576 blocks of columns
     first = launch_linear.CUDA_TOKENS
     assert launch_linear.linear(problem(tokens=first - 1, **wide)).cuda is None
     assert launch_linear.linear(problem(tokens=first, **wide)).cuda == CudaConfig(launch_linear.ROWS, 132, 8)
+    assert launch_linear.linear(problem(tokens=127, **wide), True).cuda is None, "the gradient of x: from 128 on"
     assert launch_linear.linear(problem(tokens=first, groups=1, out_features=256)).cuda is None, "one tile for 132 multiprocessors"
     assert launch_linear.linear(problem(sms=20, tokens=first, out_features=1024)).cuda.programs == 16, "as many as there are tiles"
     for changes in (dict(), dict(slots=1), dict(rank=0), dict(slots=0), dict(tokens=1024)):
