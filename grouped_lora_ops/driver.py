@@ -396,7 +396,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 # --- Triton's compiled kernels ---
 
-_TRITON = ("3.6", "3.7", "3.8")  # releases whose kernels take their parameters, then two scratch pointers
+_TRITON = ("3.6", "3.7", "3.8", "3.9")  # releases whose kernels take their parameters, then two scratch pointers
 _SIZES = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "i1": "b", "i8": "b", "i16": "h", "u1": "B", "u8": "B", "u16": "H", "fp32": "f"}
 
 
@@ -416,7 +416,7 @@ def record_triton(compiled, grid: tuple, values: Sequence) -> None:
         return running.refuse()
     m, kinds = compiled.metadata, list(compiled.src.signature.values())
     plain = m.num_ctas == 1 and not m.launch_cooperative_grid and m.global_scratch_size == 0 and m.profile_scratch_size == 0
-    sanitized = bool(getattr(m, "instrumentation_mode", ""))  # one of Triton 3.8's sanitizers adds a parameter
+    sanitized = bool(getattr(m, "instrumentation_mode", ""))  # from Triton 3.8 on one of the sanitizers adds parameters
     if sanitized or not plain or len(kinds) != len(values):
         return running.refuse()
     data, offsets, tensors = b"", [], []

@@ -28,6 +28,11 @@ SPILLS = {
     "delta_kernel, BLOCK_M 128": 264,  # on 4 warps: 115 µs at T = 8192, 142 without spills on 8
 }
 SPILLS_FROM_TRITON_3_8 = {"place_kernel": 144, "delta_kernel, BLOCK_M 128": 328}
+SPILLS_FROM_TRITON_3_9 = {
+    "place_kernel, sm_80": 2256,  # its ptxas settles for 32 registers there; told maxnreg 255 it takes them and spills 104
+    "delta_kernel, BLOCK_M 128": 504,  # on sm_120; 304 elsewhere
+    "wgrad_sum_kernel": 64,
+}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -50,8 +55,8 @@ def test_they_fit(kernels_of):
     """Shared memory within the block's limit, no spill but the known ones, 16-byte loads and stores in the forward."""
     triton = pytest.importorskip("triton")
     arch, shared, lines = kernels_of
-    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
-    spills = {**SPILLS, **SPILLS_FROM_TRITON_3_8} if newer else SPILLS
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    spills = SPILLS | (SPILLS_FROM_TRITON_3_8 if release >= (3, 8) else {}) | (SPILLS_FROM_TRITON_3_9 if release >= (3, 9) else {})
     for k in lines:
         name, constants = k["kernel"], k["constants"]
         assert k["shared"] <= shared, k
@@ -62,6 +67,8 @@ def test_they_fit(kernels_of):
             key = "delta_kernel, BLOCK_M 128"
         elif name == "shrink_kernel" and constants["A_UNIT"] == 2:
             key = "shrink_kernel, A_UNIT 2"
+        elif f"{name}, {arch}" in spills:
+            key = f"{name}, {arch}"
         assert k["stack"] <= spills.get(key, 0 if arch == "sm_90" else 64), k
         forward = constants.get("A_UNIT", 3) == 3 and constants.get("B_UNIT", 3) == 3
         if name in ("shrink_kernel", "expand_kernel", "delta_kernel") and forward:

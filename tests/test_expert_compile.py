@@ -17,8 +17,9 @@ KB = 1024
 # arch: multiprocessors, shared memory of a block, how much is compiled
 TARGETS = {"sm_90": (132, 227 * KB, "all"), "sm_120": (170, 99 * KB, "quick")}
 PRODUCTS = ("expert_shrink_kernel", "expert_expand_kernel", "expert_delta_kernel", "expert_linear_kernel", "gate_up_kernel")
-# Bytes of stack on sm_90, whose tiles are tuned, by Triton 3.8: (kernel, dtype, MODE, BLOCK_M, BLOCK_R). 3.6 spills none.
+# Bytes of stack on sm_90, whose tiles are tuned, by newer Tritons: (kernel, dtype, MODE, BLOCK_M, BLOCK_R). 3.6 spills none.
 SPILLS_FROM_TRITON_3_8 = {("gate_up_kernel", "*bf16", 2, 64, 128): 536}
+SPILLS_FROM_TRITON_3_9 = {("gate_up_kernel", "*bf16", 2, 64, 128): 72, ("expert_linear_kernel", "*bf16", 2, 64, 128): 56}
 ROWS = ("activation_kernel", "activation_backward_kernel", "combine_kernel", "weighted_kernel", "row_dot_kernel")
 
 
@@ -26,8 +27,9 @@ ROWS = ("activation_kernel", "activation_backward_kernel", "combine_kernel", "we
 def test_they_fit(arch, tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     triton = pytest.importorskip("triton")
-    newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
-    spills = SPILLS_FROM_TRITON_3_8 if newer and arch == "sm_90" else {}
+    release = tuple(map(int, triton.__version__.split(".")[:2]))
+    newer = SPILLS_FROM_TRITON_3_9 if release >= (3, 9) else SPILLS_FROM_TRITON_3_8 if release >= (3, 8) else {}
+    spills = newer if arch == "sm_90" else {}
     sms, shared, how = TARGETS[arch]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env.update(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
