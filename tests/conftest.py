@@ -40,9 +40,6 @@ def keep_splats_bool():
 
 if not GPU:
     keep_splats_bool()
-
-
-if not GPU:
     torch.set_num_threads(1)  # tiny products: two threads on a busy machine wait for each other, up to 10 ms a product
 
 
