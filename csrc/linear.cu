@@ -69,7 +69,8 @@ struct Info { // of a tile
 };
 
 template <u32 BLOCK_N> struct Shared {
-    static constexpr u32 BN = BLOCK_N, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES, STAGES = BN == 256 ? 4 : 6; // 64: a shrink's block has room beside it
+    static constexpr u32 BN = BLOCK_N, W_BYTES = BN * BK * 2, STAGE = X_BYTES + W_BYTES;
+    static constexpr u32 STAGES = BN == 256 ? 4 : 6; // 64: a shrink's block has room beside it
     __align__(1024) u8 stages[STAGES][STAGE];
     Info info[2];
     u32 mask[MAX_SLOTS / 32];     // slots that occur in a tile
@@ -620,8 +621,9 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Par
     }
 }
 
+// 64: at most 128 registers a thread, though no more threads run: a shrink's block has some beside it.
 #define KERNEL(name, transposed, columns)                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS)          name(const __grid_constant__ Params p) {                           \
+    extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS) name(const __grid_constant__ Params p) {                            \
         run<transposed, columns>(p);                                                                                                                \
     }
 #else

@@ -404,7 +404,8 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
 
 // Few registers, so that the kernel ahead has some. By 96 of them two kernels spill, a little.
 #define KERNEL(name, rows, columns, ranks)                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(ranks ? HELP + HELPERS : HELP, columns == 64 && ranks && ranks < 64 ? 1 : 2) name(const __grid_constant__ Params p) {                         \
+    extern "C" __global__ void __launch_bounds__(ranks ? HELP + HELPERS : HELP, columns == 64 && ranks && ranks < 64 ? 1 : 2)                       \
+    name(const __grid_constant__ Params p) {                                                                                                        \
         run<Sizes<rows, columns, ranks>>(p);                                                                                                        \
     }
 #else

@@ -191,19 +191,24 @@ def test_replays_follow_ids_and_weights(both, choose, tokens, whole):
     replay(choose, change, lambda: linear(x, weight, a, b, ids, scalings, bias, ranks=ranks), whole=whole)
 
 
-def replay(choose, change, step, **how) -> None:
-    """50 replays of a captured step with other contents each, against Triton's kernels."""
-    choose(False)
+def replay(choose, change, step, off=False, on=True, **how) -> None:
+    """50 replays of a captured step with other contents each, against Triton's kernels; off, on: what `choose` is told for these."""
+    choose(off)
     wanted = []
     for seed in range(50):
         change(seed)
         wanted.append(step())
-    answers = choose(True, **how)
+    answers = choose(on, **how)
     step()
+    captured(change, step, wanted)
+    assert answers and all(answers)
+
+
+def captured(change, step, wanted) -> None:
+    """A captured step, replayed with other contents each time, gives what is wanted for them."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step()
-    assert answers and all(answers)
     for seed, want in enumerate(wanted):
         change(seed)
         graph.replay()

@@ -10,7 +10,7 @@ import torch
 from cases import FORMS, NAN, assert_bits
 from conftest import poisoned
 from linear_cases import case, check
-from test_linear_cuda import dense, linear
+from test_linear_cuda import captured, dense, linear, replay
 
 import grouped_lora_ops as gl
 from grouped_lora_ops import cuda, driver, launch_linear
@@ -162,21 +162,7 @@ def test_replays_follow_ids_and_weights(both, choose, tokens, lora):
         y = linear(x, weight, a[:, :rank], b[..., :rank], ids, scalings, ranks=ranks.clamp(max=rank))
         return linear(y, weight, a[:, :rank], b[..., :rank], ids, scalings, ranks=ranks.clamp(max=rank))
 
-    choose(None)
-    wanted = []
-    for seed in range(50):
-        change(seed)
-        wanted.append(step())
-    answers = choose("chosen")
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
-    assert answers and all(answers)
-    for seed, want in enumerate(wanted):
-        change(seed)
-        graph.replay()
-        assert_bits(y, want, f"replay {seed}")
+    replay(choose, change, step, off=None, on="chosen")
 
 
 @gpu
@@ -215,13 +201,7 @@ def test_a_chain_of_ops_that_start_beside_one_another(both, choose, tokens):
     for seed in range(40):
         change(seed)
         wanted.append(step(torch.cuda.synchronize))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step(lambda: None)
-    for seed, want in enumerate(wanted):
-        change(seed)
-        graph.replay()
-        assert_bits(y, want, f"replay {seed}")
+    captured(change, lambda: step(lambda: None), wanted)
 
 
 @gpu

@@ -52,8 +52,8 @@ def product(
     overlap: bool,  # programmatic dependent launch
 ) -> bool:
     """Write out = x Wᵀ + scaling · h Bᵀ + bias. False where this GPU has no such kernel."""
-    module = cuda.module(name, "stream", out.device.index)
-    if module is None or not module.constant(name, "available") or not driver.has_tensor_maps():
+    module = linear_cuda.loaded(name, out, "stream")
+    if module is None:
         return False
     rows, groups, columns = out.shape
     rank = 0 if h is None else h.shape[3]
