@@ -468,6 +468,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "54: the wrong current device, mixed devices": (
         "capture::test_tensors_of_another_gpu_than_the_current_one",
+        "contract::test_every_op_makes_its_tensors_device_the_current_one",
+        "host::test_a_call_is_repeated_on_the_device_of_its_tensors",
+        "expert_host::test_a_call_is_repeated_on_the_device_of_its_tensors",
         "host::test_another_context_is_made_current_for_the_launch",
         "checks::test_devices_may_not_mix",
     ),

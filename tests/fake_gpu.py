@@ -6,6 +6,7 @@ pointer, stride or size in a prepared call gives a wrong result, as on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import inspect
@@ -25,7 +26,7 @@ POINTERS = {
 }
 C_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 DTYPES = {kind: dtype for dtype, kind in POINTERS.items()}
-STREAM = 0x57
+STREAM, INVALID_HANDLE = 0x57, 400
 pointer = ctypes.POINTER
 
 
@@ -33,8 +34,9 @@ class FakeGpu:
     """Stands in for `driver.library()`. `launches`: what the driver was asked to launch, newest last."""
 
     def __init__(self):
-        self.context, self.primary = 0xC0, 0xC0
+        self.context, self.home = 0xC0, 0  # of the current device; of the tensors' device, where that is another
         self.pushed: list[int] = []
+        self.owners: dict[int, int] = {}  # kernel → the context that it was loaded in
         self.launches: list[SimpleNamespace] = []
         self.kernels: dict[int, tuple] = {}  # handle → (kernel, kinds, constants)
         self.tensors: dict[int, torch.Tensor] = {}  # address → tensor
@@ -51,8 +53,21 @@ class FakeGpu:
         out._obj.value = b"made up"
         return 0
 
+    def now(self) -> int:
+        """The current context."""
+        return self.pushed[-1] if self.pushed else self.context
+
+    @contextlib.contextmanager
+    def device_of(self, t):
+        """`common.device_of` of tensors that lie on another device than the current one."""
+        outer, self.context = self.context, self.home
+        try:
+            yield
+        finally:
+            self.context = outer
+
     def _get(self, out):
-        out[0] = self.pushed[-1] if self.pushed else self.context
+        out[0] = self.now()
         return 0
 
     def _push(self, context):
@@ -69,11 +84,13 @@ class FakeGpu:
             attributes = {c.attributes[i].id: tuple(c.attributes[i].dim) for i in range(c.count)}
             seen = SimpleNamespace(
                 grid=tuple(c.grid), block=tuple(c.block), shared=c.shared, stream=c.stream, attributes=attributes,
-                function=function, context=self.pushed[-1] if self.pushed else self.context, values=[],
+                function=function, context=self.now(), values=[],
             )  # fmt: skip
             self.launches.append(seen)
             if self.fail_with:
                 return self.fail_with
+            if self.owners.setdefault(function, seen.context) != seen.context:
+                return INVALID_HANDLE
             self.run_kernel(seen, parameters)
         except BaseException as error:  # ctypes would print and forget it
             self.errors.append(error)
@@ -100,6 +117,7 @@ class FakeGpu:
 
     def triton(self, name, kernel, grid, args, constants, num_warps, num_stages, pdl=False):
         """`kernels.tile.launch` as on a GPU: runs the kernel and records the launch."""
+        assert self.home in (0, self.now()), "a kernel is launched on another device than that of its tensors"
         if not self.quiet:
             kernel[grid](*args, *constants)
         values = (*args, *constants)
@@ -109,7 +127,7 @@ class FakeGpu:
             for i, v in enumerate(values)
         ]
         handle = 0xF000 + len(self.kernels)
-        self.kernels[handle] = (kernel, kinds, values)
+        self.kernels[handle], self.owners[handle] = (kernel, kinds, values), self.now()
         metadata = SimpleNamespace(
             num_ctas=1, launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0,
             launch_pdl=pdl, num_warps=num_warps, shared=1024 * num_stages,

@@ -19,6 +19,7 @@ from cases import build
 
 import grouped_lora_ops as gl
 from grouped_lora_ops import launch
+from grouped_lora_ops.ops import common
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "grouped_lora_ops"
@@ -107,6 +108,27 @@ def test_ops_are_registered_once_and_only_in_the_library():
         assert torch.Tag.pt2_compliant_tag in op.tags
         assert callable(getattr(gl, name)) and callable(getattr(gl.reference, name))
         assert getattr(gl, name).__doc__
+
+
+def test_every_op_makes_its_tensors_device_the_current_one(monkeypatch):
+    """Kernels launch on the current device: each implementation for CUDA, forward and backward, first makes it that of its tensors."""
+
+    class Entered(Exception):
+        pass
+
+    def device_of(t):
+        raise Entered
+
+    monkeypatch.setattr(common, "device_of", device_of)
+    registered = []
+    for path in sorted((PACKAGE / "ops").glob("*.py")):
+        module = importlib.import_module(f"grouped_lora_ops.ops.{path.stem}")
+        registered += [getattr(module, name) for name in re.findall(r"define\(.*?\bcuda=(\w+)", path.read_text(), re.DOTALL)]
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("grouped_lora::")]
+    assert len(registered) == len(set(registered)) == len(names) > 10
+    for implementation in registered:
+        with pytest.raises(Entered):
+            implementation(torch.zeros(1))
 
 
 def problems(count, seed=0):

@@ -14,7 +14,7 @@ from conftest import poisoned
 from test_expert_kernels import FORMS, force, want_delta  # noqa: F401  (a fixture)
 from test_expert_kernels import build as routes
 from test_expert_mlp_kernels import PLACEMENTS, layer, run_reference
-from test_host import gpu, held, op  # noqa: F401  (a fixture)
+from test_host import both_ways, elsewhere, gpu, held, op  # noqa: F401  (fixtures)
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import driver, launch, launch_experts, reference
@@ -138,6 +138,23 @@ def test_shared_factors_are_repeated(gpu, force, monkeypatch, shared, planned): 
         assert_equal(call("expert_linear", linear_args(c)), want_linear(c), f"call {seed}")
     assert len(held("expert_delta")) == len(held("expert_linear")) == 1
     assert len(gpu.launches) == 4 + planned * (4 + 4 * ("a" in shared))
+
+
+def test_a_call_is_repeated_on_the_device_of_its_tensors(elsewhere, force):  # noqa: F811
+    force("plan whole")
+    for seed, current in enumerate((0xC0, 0xC0, elsewhere.home, 0xC0)):
+        elsewhere.context, c = current, small(seed=seed)
+        linear = small("an A each", base=False, bias=True, halves="w", slots=3, adapters=[2, 0, -1, 1], seed=seed)
+        for name, args in (
+            ("expert_plan", (c.ids, c.adapters, 3, 2)),
+            ("expert_delta", delta_args(c)),
+            ("expert_linear", linear_args(linear)),
+            ("expert_mlp", block(seed=seed).args()),
+        ):
+            with poisoned():
+                assert_bits(*both_ways(elsewhere, name, args), f"{name}, call {seed}")
+            assert elsewhere.context == current and not elsewhere.pushed and len(held(name)) == 1
+    assert {seen.context for seen in elsewhere.launches} == {elsewhere.home} and len(elsewhere.launches) > 3 * 4
 
 
 def test_a_given_plan_is_read_at_every_call(gpu, force):  # noqa: F811

@@ -19,8 +19,8 @@ import torch
 from cases import FORMS, assert_equal, build, want_delta, want_shrink
 
 import grouped_lora_ops as gl
-from grouped_lora_ops import _checks, driver, reference
-from grouped_lora_ops.ops import prepared
+from grouped_lora_ops import _checks, cuda, driver, reference
+from grouped_lora_ops.ops import common, prepared
 
 WAYS = ["C", "ctypes"]
 
@@ -367,6 +367,69 @@ def test_another_context_is_made_current_for_the_launch(gpu):
     gpu.context = 0xD0  # this thread's current device is another now
     assert_equal(delta(c), want_delta(c))
     assert [seen.context for seen in gpu.launches] == [0xC0] * 2 and not gpu.pushed
+
+
+@pytest.fixture
+def elsewhere(gpu, monkeypatch):
+    """The tensors' GPU is not the current one."""
+    gpu.home = 0xD0
+    monkeypatch.setattr(common, "device_of", gpu.device_of)
+    return gpu
+
+
+DENSE = {"plan": 2, "shrink": 1, "expand": 1, "expand_": 1, "delta": 2, "delta_": 2, "linear": 2}  # launches
+
+
+def arguments(name, seed):
+    c = small(tokens=3, seed=seed, poison=False)
+    h = reference.shrink(c.x, c.a, c.ids, ranks=c.ranks)
+    weight = torch.randint(-2, 3, (*c.base.shape[1:], c.x.shape[-1])).to(c.x.dtype)
+    whole = {
+        "plan": (c.ids, 3),
+        "shrink": (c.x, c.a, c.ids, c.ranks),
+        "expand": (h, c.b, c.ids, c.scalings, c.base, None, c.ranks),
+        "delta": (*c.factors, c.base, None, c.ranks),
+        "linear": (c.x, weight, *c.factors[1:], None, None, c.ranks),
+        "expand_": (c.base, h, c.b, c.ids, c.scalings, None, c.ranks),
+        "delta_": (c.base, *c.factors, None, c.ranks),
+    }
+    return whole[name]
+
+
+def both_ways(gpu, name, args):
+    """What the op gives, and what it gives in the ordinary way with the tensors' device current; of one in place, out."""
+    copies = (args[0].clone(), *args[1:])
+    with gpu.device_of(args[0]):
+        want = op(name).__wrapped__(*copies)
+    got = op(name)(*args)
+    return (args[0], copies[0]) if got is None else (got, want)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_call_is_repeated_on_the_device_of_its_tensors(elsewhere, name):
+    """A kernel belongs to the context that it was loaded in, whatever is current when the call is recorded or repeated."""
+    for seed, current in enumerate((0xC0, 0xC0, elsewhere.home, 0xC0)):
+        elsewhere.context = current
+        assert_equal(*both_ways(elsewhere, name, arguments(name, seed)), f"call {seed}")
+        assert elsewhere.context == current and not elsewhere.pushed
+    assert len(held(name)) == 1 and [seen.context for seen in elsewhere.launches] == [elsewhere.home] * 3 * DENSE[name]
+
+
+def test_a_kernel_of_csrc_is_repeated_on_the_device_of_its_tensors(elsewhere, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    elsewhere.run_kernel = lambda seen, parameters: None
+
+    @prepared.prepared
+    def copy(x):
+        y = driver.empty(x.shape, x.dtype, x.device)
+        cuda.launch(0xF1, (1, 1, 1), 32, "2P", (x, y))
+        return y
+
+    for current in (0xC0, 0xC0, elsewhere.home):
+        elsewhere.context = current
+        copy(torch.zeros(4))
+        assert elsewhere.context == current and not elsewhere.pushed
+    assert len(copy.table) == 1 and [seen.context for seen in elsewhere.launches] == [elsewhere.home] * 3
 
 
 def test_a_launch_that_fails_raises(gpu):

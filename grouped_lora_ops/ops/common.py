@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -23,15 +24,20 @@ def facts(t: Tensor) -> tuple[str, int]:
     return _facts(t.device.index) if t.is_cuda else INTERPRETER
 
 
+def device_of(t: Tensor):
+    """`with device_of(t):` t's device is the current one: kernels launch in its context, on its current stream."""
+    device = t.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
 def on_device(run):
-    """Run with the first tensor's device current: kernels launch on the current device's current stream."""
+    """Run with the first tensor's device current."""
 
     @functools.wraps(run)
     def guarded(*args, **kwargs):
-        device = (args[0] if args else next(iter(kwargs.values()))).device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return run(*args, **kwargs)
-        with torch.cuda.device(device):
+        with device_of(args[0] if args else next(iter(kwargs.values()))):
             return run(*args, **kwargs)
 
     return guarded

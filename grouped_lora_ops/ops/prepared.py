@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import _checks, driver
-from .common import on_device
+from . import common
 
 LIMIT = 4096  # prepared calls an op holds, about 3 KB each, of expert_mlp 15; the oldest leaves
 
@@ -36,7 +36,10 @@ _filling = threading.Lock()
 
 
 class Prepared:
-    """One recorded call: what to allocate, which of it is the result, and the launches."""
+    """One recorded call: what to allocate, which of it is the result, and the launches.
+
+    Made while the device of the tensors is current: the context of that moment is the one the kernels belong to.
+    """
 
     __slots__ = ("made", "result", "call", "device", "hooked")
 
@@ -70,15 +73,16 @@ def forget() -> None:
 
 
 def _record(run: Callable, args: tuple, key, table: dict, in_place: int):
-    with driver.recording(args) as tape:
-        result = run(*args)
-    at = 0 if result is None else next((i for i, made in enumerate(tape.made) if made is result), -1)
-    if key is not None and at >= 0 and tape.launches and not tape.refused:
-        prepared = Prepared(tape, at, _apart(args, in_place))
-        with _filling:
-            while len(table) >= LIMIT:
-                del table[next(iter(table))]
-            table[key] = prepared
+    with common.device_of(args[0]):
+        with driver.recording(args) as tape:
+            result = run(*args)
+        at = 0 if result is None else next((i for i, made in enumerate(tape.made) if made is result), -1)
+        if key is not None and at >= 0 and tape.launches and not tape.refused:
+            prepared = Prepared(tape, at, _apart(args, in_place))
+            with _filling:
+                while len(table) >= LIMIT:
+                    del table[next(iter(table))]
+                table[key] = prepared
     return result
 
 
@@ -99,7 +103,7 @@ def prepared(run: Callable) -> Callable:
     """
     table: dict = {}
     _tables.append(table)
-    ordinary = on_device(run)
+    ordinary = common.on_device(run)
 
     @functools.wraps(run)
     def call(*args, **kwargs):
@@ -107,7 +111,7 @@ def prepared(run: Callable) -> Callable:
             return ordinary(*args, **kwargs)
         key, found = _find(table, args)
         if found is None:
-            return _record(ordinary, args, key, table, 0)
+            return _record(run, args, key, table, 0)
         return found.repeat(args)[found.result]
 
     call.table = table
@@ -129,7 +133,7 @@ def prepared_in_place(operands: int) -> Callable:
     def decorate(run: Callable) -> Callable:
         table: dict = {}
         _tables.append(table)
-        ordinary = on_device(run)
+        ordinary = common.on_device(run)
         increment_version, grad_enabled = torch.autograd.graph.increment_version, torch.is_grad_enabled
 
         @functools.wraps(run)
@@ -140,7 +144,7 @@ def prepared_in_place(operands: int) -> Callable:
                 return ordinary(*args)
             key, found = _find(table, args)
             if found is None:
-                return _record(ordinary, args, key, table, operands)
+                return _record(run, args, key, table, operands)
             if found.repeat(args) is None:  # may overlap: the exact check decides
                 return ordinary(*args)
             increment_version(args[0])
