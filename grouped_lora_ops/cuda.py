@@ -269,7 +269,10 @@ def module(op: str, stem: str, device: int | None) -> Module | None:
             found = _modules.get((stem, device))
             if found is None:
                 found = _modules[stem, device] = _load(stem, device)
-    return None if isinstance(found, str) else found
+    if isinstance(found, str):
+        return None
+    driver.ensure_context()  # in a thread of its own torch makes none for device 0, and a module is asked nothing without (pytorch#195256)
+    return found
 
 
 def why_not(stem: str, device: int) -> str | None:

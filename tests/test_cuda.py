@@ -299,6 +299,17 @@ def test_one_module_per_device_and_one_load_for_many_threads(house):
     assert len(house.compiled) == 1, "the second device finds the first one's cubin in the cache"
 
 
+def test_a_thread_without_a_context_has_one_before_a_module_is_asked(house, monkeypatch):
+    house.load()
+    house.driver.context = 0
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(house.driver, "context", 0xC0 + device))
+    assert house.load(fresh=False).function("delta", "probe") and house.driver.context == 0xC3
+    house.driver.context = 0xC1
+    house.load(fresh=False)
+    assert house.driver.context == 0xC1, "one that is there stays"
+
+
 def test_a_kernel_is_not_asked_for_the_first_time_inside_a_capture(house, monkeypatch):
     module = house.load()
     known = module.function("delta", "probe")
