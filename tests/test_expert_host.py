@@ -14,7 +14,7 @@ from conftest import poisoned
 from test_expert_kernels import FORMS, force, want_delta  # noqa: F401  (a fixture)
 from test_expert_kernels import build as routes
 from test_expert_mlp_kernels import PLACEMENTS, layer, run_reference
-from test_host import both_ways, elsewhere, gpu, held, op  # noqa: F401  (fixtures)
+from test_host import both_ways, elsewhere, gpu, held, op, two_gpus  # noqa: F401  (fixtures)
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import driver, launch, launch_experts, reference
@@ -472,6 +472,25 @@ def test_the_repeated_call_has_the_bits_of_the_ordinary_one(tokens):
             with poisoned():
                 assert_bits(getattr(torch.ops.grouped_lora, name)(*args), want, f"{name}, call {seed}")
     assert [len(held(name)) for name in ("expert_plan", "expert_delta", "expert_linear", "expert_mlp")] == [1, 2, 2, 3]
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_prepared_calls_of_two_devices(tokens):
+    sets = []
+    for device in (0, 1):
+        with torch.cuda.device(device):
+            sets.append(list(gpu_calls(tokens, 0)))
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            for (name, first), (_, second) in zip(*sets):
+                with poisoned():
+                    one, other = (getattr(torch.ops.grouped_lora, name)(*args) for args in (first, second))
+                assert (one.get_device(), other.get_device()) == (0, 1)
+                assert_bits(one.cpu(), other.cpu(), f"{name}, current GPU {current}")
+            assert torch.cuda.current_device() == current
+    assert [len(held(name)) for name in ("expert_plan", "expert_delta", "expert_linear", "expert_mlp")] == [2, 4, 4, 6]
 
 
 @pytest.mark.gpu

@@ -642,7 +642,65 @@ def test_prepared_calls_follow_streams_captures_and_threads():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_threads_first_call_may_be_a_kernels_first():
+    """Kernels are asked for, and their tensor maps made, in a thread that has no CUDA context yet."""
+    args = on_gpu(8, poison=False)
+    weight = torch.ones(2, 1024, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def calls():
+        return op("delta")(*args), op("linear")(args[0], weight, *args[1:5], None, None, args[7]), op("plan")(args[3], 3)
+
+    want, found = calls(), []
+    torch.cuda.synchronize()
+    prepared.forget()
+    for module in cuda._modules.values():
+        if isinstance(module, cuda.Module):
+            module._functions.clear(), module._constants.clear()
+    thread = threading.Thread(target=lambda: found.extend(calls()))
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert len(found) == len(want)
+    for one, other in zip(found, want):
+        assert_equal(one, other)
+
+
+def everything(device, tokens) -> list:
+    """What every dense op gives on a device: recorded or repeated, with and without the dispatcher, and backward."""
+    x, a, b, ids, scalings, base, _, ranks, _ = on_gpu(tokens, device, poison=False)
+    weight = torch.arange(base[0].numel() * 4096, device=device).remainder_(5).sub_(2).view(*base.shape[1:], 4096).to(x.dtype)
+    factors = (a, b, ids, scalings)
+    with torch.no_grad():
+        h, out, sum_ = gl.shrink(x, a, ids, ranks=ranks), base.clone(), base.clone()
+        gl.delta_(out, x, *factors, ranks=ranks)
+        gl.expand_(sum_, h, *factors[1:], ranks=ranks)
+        results = [gl.plan(ids, len(a)), h, out, sum_, gl.expand(h, *factors[1:], base=base, ranks=ranks)]
+        results += [gl.delta(x, *factors, base=base, ranks=ranks), gl.linear(x, weight, *factors, ranks=ranks)]
+    leaves = [t.detach().requires_grad_() for t in (x, a, b)]
+    for y in (gl.delta(*leaves, ids, scalings, ranks=ranks), gl.linear(leaves[0], weight, *leaves[1:], ids, scalings, ranks=ranks)):
+        results += [y.detach(), *torch.autograd.grad(y, leaves, base)]
+    return results
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_every_op_on_the_gpu_of_its_tensors(tokens):
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            first, second = everything("cuda:0", tokens), everything("cuda:1", tokens)
+            for i, (one, other) in enumerate(zip(first, second, strict=True)):
+                assert (one.get_device(), other.get_device()) == (0, 1)
+                assert_equal(one.cpu(), other.cpu(), f"result {i}, current GPU {current}")
+            assert torch.cuda.current_device() == current
+    assert all(len(held(name)) >= 2 for name in DENSE), "calls that were not prepared"
+
+
+@pytest.mark.gpu
+@two_gpus
 def test_prepared_calls_of_two_devices():
     run = op("delta")
     first, second = on_gpu(3, "cuda:0"), on_gpu(3, "cuda:1")
