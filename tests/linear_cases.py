@@ -50,8 +50,9 @@ def tiling(monkeypatch, choice, ways):
 
 
 def cuda_choice(monkeypatch):
-    """choose(True): csrc/linear.cu takes every product of 128 rows (experts: with a plan) that it can, however few tiles that makes;
-    choose(False): none. whole: the shrink is not split over D, and so writes h as csrc/linear.cu reads it (None: where T is odd).
+    """choose(True): csrc/linear.cu takes every product of 65 rows (a gradient of x: of 128; experts: with a plan) that it can, however
+    few tiles that makes; choose(False): none. whole: the shrink is not split over D, and so writes h as csrc/linear.cu reads it (None:
+    where T is odd).
     Returns what its launches have answered since."""
     chosen, product, answers = launch_linear.linear, linear_cuda.product, []
 

@@ -18,7 +18,7 @@ from test_expert_mlp_kernels import NAMES, PLACEMENTS, gradients, layer
 import grouped_lora_ops as gl
 from grouped_lora_ops import cuda, driver, launch_experts, launch_linear
 from grouped_lora_ops.launch_linear import CudaConfig
-from grouped_lora_ops.ops import linear_cuda
+from grouped_lora_ops.ops import linear_cuda, stream_cuda
 
 gpu = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -27,7 +27,29 @@ SIZES = ((128, 1, 64, 256, 16), (200, 3, 520, 392, 24), (300, 8, 1024, 512, 64),
 
 
 @pytest.fixture
-def choose(monkeypatch):
+def written(monkeypatch):
+    """What has written each product of `linear` so far, base and delta: "linear" or "stream" of csrc/, or "Triton"."""
+    kernels, written = pytest.importorskip("grouped_lora_ops.kernels.linear"), []
+
+    def watch(module, function, what):
+        run = getattr(module, function)
+
+        def watched(*args):
+            answer = run(*args)
+            if answer is not False:
+                written.append(what)
+            return answer
+
+        monkeypatch.setattr(module, function, watched)
+
+    watch(linear_cuda, "product", "linear")
+    watch(stream_cuda, "product", "stream")
+    watch(kernels, "linear", "Triton")
+    return written
+
+
+@pytest.fixture
+def choose(monkeypatch, written):
     return cuda_choice(monkeypatch)
 
 
@@ -124,26 +146,29 @@ def test_the_bits_of_the_triton_kernels(both, form, columns, whole):
 
 
 @gpu
-def test_a_rows_bits_are_its_own(both, choose):
-    """Below 128 rows by Triton, above by csrc/linear.cu, as they come or in the plan's order."""
+def test_a_rows_bits_are_its_own(both, choose, written):
+    """Up to 64 rows by csrc/stream.cu, from 65 on by csrc/linear.cu, the gradient of x from 128 on, by Triton below; as they come or in
+    the plan's order."""
     x, weight, a, b, ids, scalings, bias, _, ranks = dense("wo_a", 1000, 5, 1024, 384, 48)
     grad = torch.randn(1000, 2, 384, device="cuda").to(BF16)
-    answers = choose(True)
 
     def run(rows):
+        choose(True)
+        written.clear()
         leaf = x[rows].requires_grad_()
         y = linear(leaf, weight, a, b, ids[rows], scalings, bias, ranks=ranks)
         return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
 
     batch = run(slice(None))
     order = torch.randperm(1000, device="cuda")
-    for rows, taken in (
-        (slice(1, 2), 0), (slice(0, 7), 0), (slice(0, 64), 0), (slice(0, 127), 0), (slice(0, 128), 2), (slice(9, 300), 2), (order, 2),
+    for rows, *by in (
+        (slice(1, 2), "stream", "Triton"), (slice(0, 7), "stream", "Triton"), (slice(5, 69), "stream", "Triton"),
+        (slice(5, 70), "linear", "Triton"), (slice(0, 127), "linear", "Triton"),
+        (slice(0, 128), "linear", "linear"), (slice(9, 300), "linear", "linear"), (order, "linear", "linear"),
     ):  # fmt: skip
-        answers = choose(True)
         for got, want in zip(run(rows), batch):
             assert_bits(got, want[rows], f"rows {rows}")
-        assert answers == [True] * taken
+        assert written == by, f"rows {rows}"
     choose(True)
     parent = linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias)
     assert_bits(batch[0][ids < 0], parent[ids < 0], "without an adapter")

@@ -29,12 +29,14 @@ def problem(**changes):
 
 def test_linear_takes_it_from_65_rows_on_where_its_tiles_fill_the_gpu():
     wide = dict(groups=8, out_features=18432)  # 576 blocks of columns
-    first = launch_linear.CUDA_TOKENS
-    assert launch_linear.linear(problem(tokens=first - 1, **wide)).cuda is None
-    assert launch_linear.linear(problem(tokens=first, **wide)).cuda == CudaConfig(launch_linear.ROWS, 132, 8)
-    assert launch_linear.linear(problem(tokens=127, **wide), True).cuda is None, "the gradient of x: from 128 on"
-    assert launch_linear.linear(problem(tokens=first, groups=1, out_features=256)).cuda is None, "one tile for 132 multiprocessors"
-    assert launch_linear.linear(problem(sms=20, tokens=first, out_features=1024)).cuda.programs == 16, "as many as there are tiles"
+    below, first = (launch_linear.linear(problem(tokens=tokens, **wide)) for tokens in (64, 65))
+    assert below.cuda is None and below.stream is not None
+    assert first.cuda == CudaConfig(launch_linear.ROWS, 132, 8) and first.stream is None
+    for tokens in (64, 65, 127, 128):
+        c = launch_linear.linear(problem(tokens=tokens, **wide), True)
+        assert c.stream is None and (c.cuda is not None) == (tokens == 128), "the gradient of x: from 128 on"
+    assert launch_linear.linear(problem(tokens=65, groups=1, out_features=256)).cuda is None, "one tile for 132 multiprocessors"
+    assert launch_linear.linear(problem(sms=20, tokens=65, out_features=1024)).cuda.programs == 16, "as many as there are tiles"
     for changes in (dict(), dict(slots=1), dict(rank=0), dict(slots=0), dict(tokens=1024)):
         assert launch_linear.linear(problem(**changes)).cuda is not None, changes
         assert launch_linear.linear(problem(**changes), True).cuda is not None, changes
