@@ -11,7 +11,7 @@ import torch
 
 from . import expert_workloads as workloads
 from . import measure
-from .contenders import grouped_mm
+from .contenders import GROUP_LIMIT, grouped_mm
 
 CONTENDERS = ("ours", "torch")
 
@@ -35,7 +35,7 @@ def ours(w, shared, plan=None):
 
 def gmm(w, shared):
     """PyTorch's way: sort routes by (expert, slot), gather rows, two `grouped_mm` a group, scatter into base's rows."""
-    if w.dtype != torch.bfloat16 or w.shared or w.slots * w.experts >= 1024 or any(n % 8 for n in (w.D, w.N // w.groups, w.rank)):
+    if w.dtype != torch.bfloat16 or w.shared or w.slots * w.experts >= GROUP_LIMIT or any(n % 8 for n in (w.D, w.N // w.groups, w.rank)):
         return None
 
     def forward(x, a, b, base):

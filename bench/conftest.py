@@ -258,13 +258,15 @@ def measure_op(figure, timer, case, contender):
         w, op = case.w, case.op
         if contender == "ours" and case.mismatch:
             pytest.fail(f"exactness gate, {op} on {w.name}: {case.mismatch}: no figure from a wrong kernel")
+        left_out: dict = {}
         try:
-            ways = who.variants(op, contender, case.timed)
+            ways = who.variants(op, contender, case.timed, left_out)
         except Unavailable as reason:
             pytest.skip(str(reason))
         more: dict = {}
         if op != "plan" and contender not in ("ours", "reference"):
-            ways, more["dropped"] = _right_ones(case, contender, ways)
+            ways, wrong = _right_ones(case, contender, ways)
+            more["dropped"] = left_out | wrong
         if contender == "reference":  # it looks at ids on the host, so no graph can hold it
             more["method"] = measure.METHOD_EAGER if isinstance(timer, measure.GpuTimer) else timer.method
             (calls,) = ways.values()

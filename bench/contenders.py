@@ -4,7 +4,7 @@ random inputs hold zeros past them in A).
 `variants(op, contender, w, sets)` returns {name: one call per input set}; metadata (sorted rows, offsets,
 plans) is built here, outside the timing, for everyone alike. All of them update `out` in place for delta and
 expand, and return h for shrink. An empty dictionary means that the contender has no way to run this workload;
-`Unavailable` says why it cannot run here at all.
+`Unavailable` says why it cannot run here at all, or of one of its ways why that one cannot.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Call = Callable[[], object]
 NAMES = ("ours", "reference", "torch", "sglang", "vllm", "no_lora", "torch_lora")  # the last two: of layers with a base
 PLAN_FROM = 256  # tokens from which our ops get a plan built beforehand; `bench_plan` times the plan
 GATHER_UP_TO = 256  # tokens up to which a copy of A and B per token is a way at all
+GROUP_LIMIT = 1024  # of grouped_mm: "Can't process more than 1024 groups" begins with so many
 
 
 class Unavailable(Exception):
-    """The contender is not installed, or does not run on this device."""
+    """The contender is not installed, or does not run on this device; one of its ways does not run at these sizes."""
 
 
 @dataclass
@@ -41,14 +42,29 @@ class Inputs:
         return self.shared["adapter_ids"], self.shared["scalings"]
 
 
-def variants(op: str, contender: str, inputs: Inputs) -> dict[str, list[Call]]:
+def variants(op: str, contender: str, inputs: Inputs, left_out: dict[str, str] | None = None) -> dict[str, list[Call]]:
+    """left_out receives {name: why} of the ways that cannot run these inputs."""
     if contender in ("sglang", "vllm"):
         from . import peers
 
         return peers.variants(op, contender, inputs)
     if contender == "torch":
-        return {name: calls for name, way in _TORCH[op].items() if (calls := way(inputs))}
+        return _that_run(_TORCH[op], inputs, {} if left_out is None else left_out)
     return {"": _OURS[op](inputs, contender == "reference")}
+
+
+def _that_run(ways: dict[str, Callable], inputs: Inputs, left_out: dict[str, str]) -> dict:
+    """{name: what its way makes of inputs}, of those that have one; left_out receives {name: why} of those that cannot run it."""
+    found = {}
+    for name, way in ways.items():
+        try:
+            made = way(inputs)
+        except Unavailable as reason:
+            left_out[name] = str(reason)
+            continue
+        if made:
+            found[name] = made
+    return found
 
 
 # --- ours and the reference ---
@@ -283,9 +299,14 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fits_grouped_mm(w: Workload) -> bool:
-    """bf16, and rows whose bytes are multiples of 16."""
+    """bf16, and rows whose bytes are multiples of 16. Unavailable for more groups than it takes."""
     sizes = (w.D, w.rank, *(w.out_sizes or (w.N,)))
-    return w.dtype == torch.bfloat16 and not any(size % 8 for size in sizes)
+    if w.dtype != torch.bfloat16 or any(size % 8 for size in sizes):
+        return False
+    groups = w.slots if w.layout in ("plain", "stacked") else w.slots * w.G
+    if groups >= GROUP_LIMIT:
+        raise Unavailable(f"grouped_mm takes fewer than {GROUP_LIMIT} groups; there are {groups}")
+    return True
 
 
 def gmm_delta(t: dict[str, Tensor], s: Sorted, w: Workload) -> list[tuple[slice, Tensor]]:
@@ -481,4 +502,4 @@ def training_variants(contender: str, inputs: Inputs) -> dict[str, Callable]:
     if contender != "torch":
         return {}
     ways = {"bmm": _train_bmm, "loop": _train_loop, "gmm": _train_gmm}
-    return {name: forward for name, way in ways.items() if (forward := way(inputs))}
+    return _that_run(ways, inputs, {})

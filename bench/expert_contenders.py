@@ -19,10 +19,9 @@ from torch.nn import functional as F
 
 import grouped_lora_ops as glo
 
-from .contenders import grouped_mm
+from .contenders import GROUP_LIMIT, grouped_mm
 from .expert_linear_workloads import LayerWorkload
 
-GROUP_LIMIT = 1024  # of grouped_mm
 NAMES = ("ours", "no_lora", "torch", "torch_lora")
 Forward = Callable[[dict], Tensor]
 

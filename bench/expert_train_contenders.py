@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import grouped_lora_ops as glo
 
 from . import expert_train_workloads as workloads
-from .contenders import grouped_mm
-from .expert_contenders import GROUP_LIMIT, Sorted, with_bounds
+from .contenders import GROUP_LIMIT, grouped_mm
+from .expert_contenders import Sorted, with_bounds
 from .expert_train_workloads import FACTORS, Trained
 
 NAMES = ("torch", "ours")  # torch first: a row of ours says how many times torch's time it takes

@@ -275,6 +275,24 @@ def test_the_curves_gate_notices_a_wrong_bit_with_a_plan_and_without(broken, mon
     assert bench_curve.mismatch(case, plans).endswith(", plan given") == (broken == "plan")
 
 
+# --- who runs what ---
+
+
+@pytest.mark.parametrize("size, groups", [(dict(slots=1024), 1024), (dict(slots=300, G=4, layout="grouped"), 1200)], ids=str)
+def test_a_way_that_cannot_run_is_left_out_and_says_why(size, groups):
+    """grouped_mm takes fewer than 1024 groups, and raises for more; torch's other ways are timed all the same."""
+    from bench import contenders
+
+    cpu, left_out = torch.device("cpu"), {}
+    for slots in (size["slots"], 200):
+        w = workloads.Workload("w", 8, 64, 64, 16, **{**size, "slots": slots})
+        inputs = contenders.Inputs(w, [workloads.random_set(w, cpu, 0)], workloads.shared_inputs(w, cpu))
+        ways = contenders.variants("delta", "torch", inputs, left_out)
+        for names in (set(ways), set(contenders.training_variants("torch", inputs))):
+            assert "loop" in names and ("gmm" in names) == (slots == 200)
+        assert left_out == {"gmm": f"grouped_mm takes fewer than 1024 groups; there are {groups}"}
+
+
 # --- what is timed in which order ---
 
 
