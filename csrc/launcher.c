@@ -28,7 +28,7 @@ typedef int (*LaunchKernel)(const Config *, void *function, void **parameters, v
 typedef int (*GetContext)(void **);
 typedef int (*SetContext)(void *);
 
-enum { MAX_OPERANDS = 32, MAX_PARAMETERS = 128, MAX_BYTES = 4096, KEY = 4096 };
+enum { MAX_OPERANDS = 96, MAX_PARAMETERS = 128, MAX_BYTES = 4096, KEY = 8192 };
 
 typedef struct { uint32_t at, operand; } Slot;
 typedef struct {

@@ -322,6 +322,8 @@ class Tape:
     def __init__(self, args: tuple):
         self.args = args
         self.made: list[Tensor] = []  # held to the end: no address is used twice
+        self.zeroed: list[int] = []  # places in made of what holds zeros before the first launch
+        self.cast: list[tuple[Tensor, Tensor]] = []  # (result, what was made), of `cast`
         self.launches: list[Launch] = []
         self.refused = False
         self.hooked = False  # holds a Triton launch, which profilers may want to hear of
@@ -394,6 +396,25 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return made
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros, known to the running tape: a repeated call fills it before it launches anything."""
+    made = torch.zeros(shape, dtype=dtype, device=device)
+    running = tape()
+    if running is not None:
+        running.zeroed.append(len(running.made))
+        running.made.append(made)
+    return made
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t, made by this call and written already, in dtype, as one of its results: a repeated call does the same behind its launches."""
+    result = t.to(dtype)
+    running = tape()
+    if running is not None and result is not t:
+        running.cast.append((result, t))
+    return result
+
+
 # --- Triton's compiled kernels ---
 
 _TRITON = ("3.6", "3.7", "3.8", "3.9")  # releases whose kernels take their parameters, then two scratch pointers
@@ -407,38 +428,73 @@ def _triton_is_known() -> bool:
     return torch.version.hip is None and triton.__version__.startswith(tuple([f"{release}." for release in _TRITON]))
 
 
+class Parameters(NamedTuple):
+    """How a compiled kernel's parameters lie in memory."""
+
+    layout: struct.Struct
+    places: tuple  # (position among the values, offset, whether it is a pointer), in order
+    offsets: tuple  # of all parameters, the scratch pointers too
+
+
+def parameters_of(compiled) -> Parameters | None:
+    """None for a kernel whose launch is left to Triton."""
+    m = compiled.metadata
+    plain = m.num_ctas == 1 and not m.launch_cooperative_grid and m.global_scratch_size == 0 and m.profile_scratch_size == 0
+    sanitized = bool(getattr(m, "instrumentation_mode", ""))  # from Triton 3.8 on one of the sanitizers adds parameters
+    if sanitized or not plain or not _triton_is_known():
+        return None
+    letters, places, offsets = "@", [], []
+    for i, kind in enumerate(compiled.src.signature.values()):
+        if kind == "constexpr":
+            continue
+        letter = "Q" if kind[0] == "*" else _SIZES.get(kind)
+        if letter is None:
+            return None
+        at = struct.calcsize(letters + "0" + letter)  # aligned
+        letters += letter
+        places.append((i, at, kind[0] == "*"))
+        offsets.append(at)
+    first = struct.calcsize(letters + "0Q")
+    return Parameters(struct.Struct(letters + "QQ"), tuple(places), (*offsets, first, first + 8))
+
+
+def triton_launch(compiled, found: Parameters | None, grid: tuple, values: Sequence) -> tuple[Launch, list[tuple[int, Tensor]]] | None:
+    """A launch of a compiled kernel and the tensors whose addresses it holds, as `Tape.add` takes them; None where Triton alone
+    may launch it. found: `parameters_of` it; values: all arguments, constexprs included."""
+    if found is None or len(compiled.src.signature) != len(values):
+        return None
+    numbers, tensors = [], []
+    for i, at, pointer in found.places:
+        value = values[i]
+        if pointer:
+            if not isinstance(value, Tensor):
+                return None
+            tensors.append((at, value))
+            value = value.data_ptr()
+        numbers.append(value)
+    m = compiled.metadata
+    data = found.layout.pack(*numbers, 0, 0)
+    return Launch(compiled.function, grid, 32 * m.num_warps, (1, 1, 1), m.shared, bool(m.launch_pdl), data, found.offsets, ()), tensors
+
+
 def record_triton(compiled, grid: tuple, values: Sequence) -> None:
     """Put a launch of Triton's that has just happened on the running tape. values: all arguments, constexprs included."""
     running = tape()
+    if running is not None:
+        record(triton_launch(compiled, parameters_of(compiled), grid, values))
+
+
+def record(launched: tuple[Launch, list[tuple[int, Tensor]]] | None) -> None:
+    """The same, of `triton_launch`'s."""
+    running = tape()
     if running is None:
         return
-    if not _triton_is_known():
+    if launched is None:
         return running.refuse()
-    m, kinds = compiled.metadata, list(compiled.src.signature.values())
-    plain = m.num_ctas == 1 and not m.launch_cooperative_grid and m.global_scratch_size == 0 and m.profile_scratch_size == 0
-    sanitized = bool(getattr(m, "instrumentation_mode", ""))  # from Triton 3.8 on one of the sanitizers adds parameters
-    if sanitized or not plain or len(kinds) != len(values):
-        return running.refuse()
-    data, offsets, tensors = b"", [], []
-    for kind, value in zip(kinds, values):
-        if kind == "constexpr":
-            continue
-        at = len(data)
-        if kind[0] == "*" and isinstance(value, Tensor):
-            tensors.append((at, value))
-            data += struct.pack("@Q", value.data_ptr())
-        elif kind in _SIZES:
-            data += struct.pack("@" + _SIZES[kind] + "0q", value)
-        else:
-            return running.refuse()
-        offsets.append(at)
-    offsets += [len(data), len(data) + 8]
-    data += bytes(16)
-    pdl = bool(m.launch_pdl)
     running.hooked = True
+    grid = launched[0].grid
     if grid[0] * grid[1] * grid[2]:
-        launch = Launch(compiled.function, grid, 32 * m.num_warps, (1, 1, 1), m.shared, pdl, data, tuple(offsets), ())
-        running.add(launch, tensors)
+        running.add(*launched)
 
 
 @functools.cache

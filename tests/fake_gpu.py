@@ -157,7 +157,7 @@ def install(monkeypatch, way: str) -> FakeGpu:
     monkeypatch.setattr(driver, "run", watched)
     monkeypatch.setattr(driver, "library", lambda: gpu)
     monkeypatch.setattr(driver, "stream_of", lambda device: STREAM)
-    experts = [f"expert_{stem}" for stem in ("plan", "shrink", "expand", "delta", "linear", "gate_up", "rows")]
-    for stem in ("shrink", "expand", "delta", "plan", "linear", *experts):
+    experts = [f"expert_{stem}" for stem in ("plan", "shrink", "expand", "delta", "linear", "gate_up", "rows", "wgrad")]
+    for stem in ("shrink", "expand", "delta", "plan", "linear", "wgrad", *experts):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", gpu.triton)
     return gpu

@@ -21,7 +21,7 @@ from grouped_lora_ops import driver, launch, launch_experts, reference
 from grouped_lora_ops._checks_experts import Mlp
 from grouped_lora_ops.ops import prepared
 
-MOST_OPERANDS = 32  # csrc/launcher.c's MAX_OPERANDS
+MOST_OPERANDS = 96  # csrc/launcher.c's MAX_OPERANDS
 LAUNCHES = {"split": 2, "plan whole": 4, "plan fused": 3}  # of a delta; a plan takes two
 
 

@@ -203,7 +203,7 @@ def unit_axis(t: Tensor, *preferred: int) -> int:
     return -1
 
 
-_ready: dict = {}
+_ready: dict = {}  # compiled kernels, and how their parameters lie
 
 
 def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_warps: int, num_stages: int, pdl: bool = False):
@@ -230,10 +230,16 @@ def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_wa
             ]
         ),
     )
-    compiled = _ready.get(key)
-    if compiled is not None:
-        compiled[grid](*args, *constants)
-        driver.record_triton(compiled, grid, (*args, *constants))
+    ready = _ready.get(key)
+    if ready is not None:
+        compiled, parameters = ready
+        values = (*args, *constants)
+        launched = driver.triton_launch(compiled, parameters, grid, values)
+        if launched is None or driver.triton_hooks():  # Triton's own launcher asks the driver about every pointer
+            compiled[grid](*values)
+        elif grid[0] * grid[1] * grid[2]:
+            driver.launch(launched[0], driver.stream_of(key[1]))
+        driver.record(launched)
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -242,5 +248,5 @@ def launch(name: str, kernel, grid: tuple, args: tuple, constants: tuple, num_wa
             "capture, then capture again."
         )
     compiled = kernel[grid](*args, *constants, num_warps=num_warps, num_stages=num_stages, launch_pdl=pdl)
-    _ready[key] = compiled
+    _ready[key] = compiled, driver.parameters_of(compiled)
     driver.record_triton(compiled, grid, (*args, *constants))

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import _checks, launch
+from .. import _checks, driver, launch
 
 INTERPRETER = ("sm_80", 4)  # (arch, multiprocessors) where Triton's interpreter runs the kernels on the CPU
 
@@ -112,7 +112,12 @@ def plan_for(adapter_ids: Tensor, slots: int, plan: Tensor | None, required: boo
 
 def empty_like_unless(wanted: bool, like: Tensor) -> Tensor:
     """A dense tensor of like's shape, or an empty stand-in for a gradient nobody asked for."""
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else like.new_empty(0)
+    return driver.empty(like.shape, like.dtype, like.device) if wanted else nothing(like)
+
+
+def nothing(like: Tensor) -> Tensor:
+    """An empty stand-in."""
+    return driver.empty((0,), like.dtype, like.device)
 
 
 def needs_grad(ctx, position: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -158,7 +160,7 @@ def _backward_cpu(grad_y, x, lora_a, lora_b, adapter_ids, scalings, out_sizes, r
     return tuple([t.new_empty(0) if g is None else g for g, t in zip(grads, (x, lora_a, lora_b))])
 
 
-@common.on_device
+@functools.partial(prepared, needs=9)
 def _backward_cuda(grad_y, x, lora_a, lora_b, adapter_ids, scalings, out_sizes, ranks, plan, needs):
     name = "delta_backward"
     slots, h_grouped = lora_a.shape[0], x.dim() == 3 or lora_a.dim() == 4
@@ -166,7 +168,7 @@ def _backward_cuda(grad_y, x, lora_a, lora_b, adapter_ids, scalings, out_sizes, 
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     if slots > 1 and x.shape[0] > 0:
         plan = common.plan_for(adapter_ids, slots, plan, True)
-    dx, da, db = x.new_empty(0), lora_a.new_empty(0), common.empty_like_unless(needs[2], lora_b)
+    dx, da, db = common.nothing(x), common.nothing(lora_a), common.empty_like_unless(needs[2], lora_b)
     if needs[0] or needs[1]:
         dh = grad_h(name, grad_y, groups, h_grouped, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)
         dx, da = shrink_backward(name, dh, x, lora_a, adapter_ids, ranks, plan, needs[:2])

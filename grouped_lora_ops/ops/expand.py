@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -191,7 +193,7 @@ def grad_b(name, grad_y, h, h_grouped: bool, lora_b, db, adapter_ids, scalings, 
     wgrad(name, h, common.grouped(grad_y, 3), dbt, adapter_ids, plan, ranks, scalings, sizes)
 
 
-@common.on_device
+@functools.partial(prepared, needs=8)
 def _backward_cuda(grad_y, h, lora_b, adapter_ids, scalings, out_sizes, ranks, plan, needs):
     name = "expand_backward"
     hg, h_grouped, slots = common.grouped(h, 3), h.dim() == 3, lora_b.shape[0]
@@ -200,7 +202,7 @@ def _backward_cuda(grad_y, h, lora_b, adapter_ids, scalings, out_sizes, ranks, p
         hg = hg.contiguous()
     if (needs[1] or launch.needs_plan(h.shape[0], slots)) and slots > 1 and h.shape[0] > 0:
         plan = common.plan_for(adapter_ids, slots, plan, True)
-    dh, db = h.new_empty(0), common.empty_like_unless(needs[1], lora_b)
+    dh, db = common.nothing(h), common.empty_like_unless(needs[1], lora_b)
     if needs[0]:
         dh = grad_h(name, grad_y, hg.shape[1], h_grouped, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)
         dh = dh.view(h.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from .. import _checks_experts, reference
@@ -97,7 +99,7 @@ def _backward_cpu(grad_y, x, lora_a, lora_b, expert_ids, adapter_ids, scalings, 
     return tuple([x.new_empty(0) if g is None else g for g in grads])
 
 
-@common.on_device
+@functools.partial(prepared, needs=10)
 def _backward_cuda(*args):
     from . import expert_cuda
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import launch_experts
+from .. import driver, launch_experts
 from ..reference.expert_delta import forms
 from . import common
 from .expand import run as dense_expand
@@ -29,7 +29,7 @@ from .wgrad import wgrad as dense_wgrad
 
 def wanted(t: Tensor | None, need: bool, x: Tensor) -> Tensor:
     """Zeros for a gradient, or an empty stand-in for one that nobody asked for: kernels write pairs that have routes."""
-    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if need else x.new_empty(0)
+    return driver.zeros(t.shape, t.dtype, t.device) if need else common.nothing(x)
 
 
 def run_wgrad(
@@ -54,7 +54,7 @@ def run_wgrad(
     parts = None
     if tiles > config.run or to.routes > config.run * launch_experts.plan_rows(to.routes, to.experts, to.slots):
         windows = launch_experts.cdiv(tiles, config.run)
-        parts = torch.empty(2 * windows, groups, rank, width, dtype=torch.float32, device=wide.device)
+        parts = driver.empty((2 * windows, groups, rank, width), torch.float32, wide.device)
     kernels.wgrad(
         name, narrow, wide, out, parts, to.ids, to.plan, ranks, scalings, weights, to.slots, tiles, to.room, config
     )
@@ -67,7 +67,7 @@ def per_expert(to: Routing) -> Routing:
 
 def weight_grad(name: str, grad: Tensor, x: Tensor, weight: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
     """dWₑ = Σ w_m grad_mᵀ x_m, like weight [E, N, D] or [E, 2, N/2, D]; `to` is `per_expert`."""
-    dw = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    dw = driver.zeros(weight.shape, weight.dtype, weight.device)
     view = dw if dw.dim() == 4 else dw[:, None]
     run_wgrad(name, outer(grad, view.shape[1]), x[:, None], view[None], to, None, None, weights)
     return dw
@@ -75,7 +75,7 @@ def weight_grad(name: str, grad: Tensor, x: Tensor, weight: Tensor, to: Routing,
 
 def bias_grad(name: str, grad: Tensor, bias: Tensor, to: Routing, weights: Tensor | None = None) -> Tensor:
     """dbₑ = Σ w_m grad_m, like bias; `to` is `per_expert`. The products with ones sum in float32."""
-    db = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+    db = driver.zeros(bias.shape, bias.dtype, bias.device)
     ones = torch.ones(1, 1, 1, dtype=torch.float32, device=grad.device).expand(to.routes, 1, 1)
     run_wgrad(name, ones, grad[:, None], db.view(1, bias.shape[0], 1, 1, -1), to, None, None, weights)
     return db
@@ -136,7 +136,7 @@ def factor_grads(
         else:
             run_wgrad(name, h, grad, view, to, ranks, scalings, weights)
     if needs[2]:
-        dot = torch.zeros(to.routes, dtype=torch.float32, device=x.device)
+        dot = driver.zeros((to.routes,), torch.float32, x.device)
         run_dot(name, v.flatten(1), h.flatten(1), dot, to)
     if needs[0]:
         view = forms(da, lora_b)[0]
@@ -173,19 +173,19 @@ def delta_backward(
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     to = routing(expert_ids, adapter_ids, experts, slots, plan, True)
     found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, needs[1:])
-    dx = x.new_empty(0)
+    dx = common.nothing(x)
     if needs[0]:
         a = forms(in_dtype(lora_a, x), lora_b)[0]
         if a.shape[1] == 1 and to.per_token(x):  # Σ_k in rank space, then one product a token
             v = summed(name, found.v.flatten(1), found.v, to, row_weights).view(1, to.tokens, a.shape[2], a.shape[3])
-            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            dx = driver.empty(x.shape, x.dtype, x.device)
             b = a[:, 0].transpose(2, 3)
             dense_expand(name, v, b, None, dx[:, None], token_slots(to), None, ranks, None, None, a.shape[2], True)
         else:
-            rows = torch.empty(to.routes, x.shape[1], dtype=torch.float32 if to.per_token(x) else x.dtype, device=x.device)
+            rows = driver.empty((to.routes, x.shape[1]), torch.float32 if to.per_token(x) else x.dtype, x.device)
             run_expand(name, found.v[None], a.transpose(3, 4), None, rows[:, None], to, ranks, None, row_weights)
             dx = summed(name, rows, x, to) if to.per_token(x) else rows
-    dw = x.new_empty(0) if not needs[3] else found.dot.to(row_weights.dtype)
+    dw = common.nothing(x) if not needs[3] else driver.cast(found.dot, row_weights.dtype)
     return dx, found.da, found.db, dw
 
 
@@ -194,10 +194,11 @@ def input_rows(
 ) -> Tensor:
     """(grad Wₑ + v Aₑ) · w of every route, [M, D] in dtype: the product of `projection`, with W and A transposed."""
     w = weight if weight.dim() == 4 else weight[:, None]
-    out = torch.empty(to.routes, weight.shape[-1], dtype=dtype, device=grad.device)
+    out = driver.empty((to.routes, weight.shape[-1]), dtype, grad.device)
     if out.numel() == 0:
         return out
     if to.experts == 0 or grad.shape[1] == 0:
+        driver.refuse()
         return out.zero_()
     b = None if v is None else v_factor(lora_a, grad).transpose(3, 4)
     p = problem(grad, to, 1, 1, w.shape[2], out.shape[1], 0 if v is None else v.shape[2])
@@ -228,7 +229,7 @@ def linear_backward(
         adapter_ids = plan = None
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     to = routing(expert_ids, adapter_ids, weight.shape[0], slots, plan, need_a or need_b)
-    dx = dweight = dbias = dw = x.new_empty(0)
+    dx = dweight = dbias = dw = common.nothing(x)
     v, da, db = None, wanted(lora_a, need_a, x), wanted(lora_b, need_b, x)
     if lora and (need_x or need_a or need_b or need_w):
         found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, [need_a, need_b, False])
@@ -239,11 +240,11 @@ def linear_backward(
             name, grad_y, weight, lora_a, v, to, ranks, None if need_w else row_weights, torch.float32 if apart else x.dtype
         )
         if need_w:
-            dot = torch.zeros(routes, dtype=torch.float32, device=x.device)
+            dot = driver.zeros((routes,), torch.float32, x.device)
             run_dot(name, x, rows, dot, to)
             if bias is not None:
                 run_dot(name, grad_y, bias.flatten(1), dot, to, True)
-            dw = dot.to(row_weights.dtype)
+            dw = driver.cast(dot, row_weights.dtype)
         if need_x and to.per_token(x):
             dx = summed(name, rows, x, to, row_weights if need_w else None)
         elif need_x:

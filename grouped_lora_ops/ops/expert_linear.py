@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
 from .. import _checks_experts, reference
@@ -106,7 +108,7 @@ def _backward_cpu(grad_y, x, *args):
     return tuple([x.new_empty(0) if g is None else g for g in grads])
 
 
-@common.on_device
+@functools.partial(prepared, needs=12)
 def _backward_cuda(*args):
     from . import expert_cuda
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -113,7 +115,7 @@ def _cuda(*args):
     return expert_cuda.mlp(*_checked(common.may_check_values(args[0]), args)[0])
 
 
-@common.on_device
+@prepared
 def _train_cuda(*args):
     from . import expert_cuda
 
@@ -136,7 +138,7 @@ def _backward_cpu(*args):
     return tuple([x.new_empty(0) if g is None else g for g in grads])
 
 
-@common.on_device
+@functools.partial(prepared, needs=20)
 def _backward_cuda(*args):
     from . import expert_cuda
 

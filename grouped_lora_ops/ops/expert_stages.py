@@ -110,11 +110,11 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
         return tuple([wanted(t, need, x) for t, need in zip(differentiable, needs)])
     to = layer.routing(need_gua or need_gub or need_da or need_db)
     by_expert = per_expert(to) if need_wgu or need_wd or need_bgu or need_bd else None
-    weights, nothing = layer.weights, x.new_empty(0)
+    weights, nothing = layer.weights, common.nothing(x)
     if h1 is None:
         h1 = layer.hidden(name, to)
     a = layer.activated(name, h1, to)
-    dw = torch.zeros(to.routes, dtype=torch.float32, device=x.device) if need_w else None
+    dw = driver.zeros((to.routes,), torch.float32, x.device) if need_w else None
     d_wd = d_bd = d_wgu = d_bgu = dx = nothing
     d_gua, d_gub, d_da, d_db = (wanted(t, need, x) for t, need in zip(layer[5:9], needs[4:8]))
 
@@ -136,7 +136,7 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
         d_wd = weight_grad(name, g2, a, layer.w_down, by_expert)
     if need_a:
         ga = input_rows(name, g2, layer.w_down, layer.down_a, v, to, ranks, None, x.dtype)
-        g1 = torch.empty(h1.shape, dtype=x.dtype, device=x.device)
+        g1 = driver.empty(h1.shape, x.dtype, x.device)
         if g1.numel():
             from ..kernels import expert_rows as kernels
 
@@ -161,7 +161,7 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
                 run_dot(name, gx, x, dw, to)
             if need_x:
                 dx = summed(name, gx, x, to, weights if at_input else None)
-    d_weights = dw.to(layer.topk_weights.dtype).view(layer.topk_weights.shape) if need_w else nothing
+    d_weights = driver.cast(dw, layer.topk_weights.dtype).view(layer.topk_weights.shape) if need_w else nothing
     return dx, d_weights, d_wgu, d_wd, d_gua, d_gub, d_da, d_db, d_bgu, d_bd
 
 

@@ -199,7 +199,7 @@ def _backward_cpu(
     return tuple([x.new_empty(0) if g is None else g for g in grads])
 
 
-@common.on_device
+@functools.partial(prepared, needs=11)
 def _backward_cuda(
     grad_y, x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, needs, weight_scale=None
 ):
@@ -210,7 +210,7 @@ def _backward_cuda(
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     if (need_a or need_b or launch.needs_plan(tokens, slots)) and slots > 1 and tokens > 0:
         plan = common.plan_for(adapter_ids, slots, plan, True)
-    dx, v, da = x.new_empty(0), None, lora_a.new_empty(0)
+    dx, v, da = common.nothing(x), None, common.nothing(lora_a)
     db = common.empty_like_unless(need_b, lora_b)
     if need_x or need_a:
         v = grad_h(name, grad_y, groups, h_grouped, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)
@@ -221,14 +221,14 @@ def _backward_cuda(
     if need_b:
         h = run_shrink(name, common.grouped(x, 3), common.grouped(lora_a, 4), groups, adapter_ids, ranks, plan)
         grad_b(name, grad_y, h, h_grouped, lora_b, db, adapter_ids, scalings, out_sizes, ranks, plan)
-    dweight = _dweight(grad_y, x, weight, out_sizes) if need_weight else x.new_empty(0)
-    dbias = grad_y.sum(0, dtype=torch.float32).to(bias.dtype) if need_bias else x.new_empty(0)
+    dweight = _dweight(grad_y, x, weight, out_sizes) if need_weight else common.nothing(x)
+    dbias = grad_y.sum(0, dtype=torch.float32).to(bias.dtype) if need_bias else common.nothing(x)
     return dx, dweight, da, db, dbias
 
 
 def _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan, weight_scale) -> Tensor:
     """grad_y W + v A, summed over the groups that share x: the product of `_run`, with W and A transposed."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = driver.empty(x.shape, x.dtype, x.device)
     if dx.numel() == 0:
         return dx
     out, g = common.grouped(dx, 3), common.grouped(grad_y, 3)

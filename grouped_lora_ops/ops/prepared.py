@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,15 +36,45 @@ _tables: list[dict] = []
 _filling = threading.Lock()
 
 
+class Result(NamedTuple):
+    """One of several results: what was made at `index`, as it is or cast, seen so."""
+
+    index: int
+    shape: tuple
+    strides: tuple
+    offset: int
+    dtype: torch.dtype | None  # None: its own
+
+    def of(self, made: tuple) -> Tensor:
+        t = made[self.index]
+        return torch.as_strided(t if self.dtype is None else t.to(self.dtype), self.shape, self.strides, self.offset)
+
+
+def _result(tape: driver.Tape, t: Tensor) -> int | Result | None:
+    """Where a result comes from: a place in tape.made, a view of what is there or of its cast; None where it is something else."""
+    for i, made in enumerate(tape.made):
+        if made is t:
+            return i
+    storage = t.untyped_storage().data_ptr()
+    whole = [(made, i, None) for i, made in enumerate(tape.made)]
+    for cast, source in tape.cast:
+        whole += [(cast, i, cast.dtype) for i, made in enumerate(tape.made) if made is source]
+    for root, i, dtype in whole:
+        if storage and root.untyped_storage().data_ptr() == storage and root.dtype == t.dtype and root.is_contiguous():
+            return Result(i, tuple(t.shape), t.stride(), t.storage_offset(), dtype)
+    return None
+
+
 class Prepared:
-    """One recorded call: what to allocate, which of it is the result, and the launches.
+    """One recorded call: what to allocate, which of it is the result (a place, or one for each of several), and the launches.
 
     Made while the device of the tensors is current: the context of that moment is the one the kernels belong to.
     """
 
-    __slots__ = ("made", "result", "call", "device", "hooked")
+    __slots__ = ("made", "zeroed", "result", "call", "device", "hooked")
 
-    def __init__(self, tape: driver.Tape, result: int, apart: tuple):
+    def __init__(self, tape: driver.Tape, result: int | tuple, apart: tuple):
+        self.zeroed = tuple(tape.zeroed)
         self.made, self.result = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tape.made], result
         self.device = tape.args[0].get_device()
         self.hooked = tape.hooked
@@ -53,7 +84,10 @@ class Prepared:
     def allocate(self) -> tuple:
         """The result and what lies between launches. torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
         empty = torch.empty_strided
-        return tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
+        made = tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
+        for i in self.zeroed:
+            made[i].zero_()
+        return made
 
     def repeat(self, args: tuple) -> tuple | None:
         """Allocate and launch; returns the allocations, or None where out may overlap an operand: nothing was launched."""
@@ -64,6 +98,11 @@ class Prepared:
                 return None
             driver.check(code, "a kernel launch failed")
         return made
+
+    def results(self, made: tuple) -> Tensor | tuple:
+        if isinstance(self.result, int):
+            return made[self.result]
+        return tuple([made[one] if isinstance(one, int) else one.of(made) for one in self.result])
 
 
 def forget() -> None:
@@ -76,8 +115,13 @@ def _record(run: Callable, args: tuple, key, table: dict, in_place: int):
     with common.device_of(args[0]):
         with driver.recording(args) as tape:
             result = run(*args)
-        at = 0 if result is None else next((i for i, made in enumerate(tape.made) if made is result), -1)
-        if key is not None and at >= 0 and tape.launches and not tape.refused:
+        if isinstance(result, tuple):
+            at = tuple([_result(tape, t) for t in result])
+            found = None not in at
+        else:
+            at = 0 if result is None else next((i for i, made in enumerate(tape.made) if made is result), -1)
+            found = at >= 0
+        if key is not None and found and tape.launches and not tape.refused:
             prepared = Prepared(tape, at, _apart(args, in_place))
             with _filling:
                 while len(table) >= LIMIT:
@@ -93,12 +137,13 @@ def _apart(args: tuple, in_place: int) -> tuple:
     return tuple([(0, i, _checks.span(out), _checks.span(t), t.data_ptr() - start) for i, t in operands])
 
 
-def prepared(run: Callable) -> Callable:
-    """A CUDA implementation that returns a new tensor, which it makes with `driver.empty`.
+def prepared(run: Callable, needs: int | None = None) -> Callable:
+    """A CUDA implementation that returns a new tensor, or several, which it makes with `driver.empty` (or `zeros`, `cast`).
 
     In a call that launches anything, every write must be one of our launches: torch's own kernels are not on the tape. Where one
     of them writes what `driver.empty` made, `driver.refuse` must be called; a copy that a launch reads refuses by itself.
 
+    needs: which argument is a list of bools, which `driver.describe` does not know.
     `table` of the result holds its prepared calls, `__wrapped__` is the ordinary way.
     """
     table: dict = {}
@@ -109,10 +154,13 @@ def prepared(run: Callable) -> Callable:
     def call(*args, **kwargs):
         if kwargs or _checks.CHECK_IDS:
             return ordinary(*args, **kwargs)
-        key, found = _find(table, args)
+        described = args
+        if needs is not None and needs < len(args):
+            described = (*args[:needs], [int(need) for need in args[needs]], *args[needs + 1 :])
+        key, found = _find(table, described)
         if found is None:
             return _record(run, args, key, table, 0)
-        return found.repeat(args)[found.result]
+        return found.results(found.repeat(args))
 
     call.table = table
     return call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -114,7 +116,7 @@ def backward(name, grad_h, x, lora_a, adapter_ids, ranks, plan, needs):
     return dx, da
 
 
-@common.on_device
+@functools.partial(prepared, needs=6)
 def _backward_cuda(grad_h, x, lora_a, adapter_ids, ranks, plan, needs):
     return backward("shrink_backward", grad_h, x, lora_a, adapter_ids, ranks, plan, needs)
 

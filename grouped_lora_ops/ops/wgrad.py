@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import launch
+from .. import driver, launch
 from . import common
 
 
@@ -24,6 +24,7 @@ def wgrad(
     if out.numel() == 0:
         return
     if wide.shape[0] == 0:
+        driver.refuse()
         out.zero_()
         return
     from ..kernels import wgrad as kernels
@@ -34,5 +35,5 @@ def wgrad(
     problem = common.problem(wide, wide.shape[0], parts_of, width, 0, rank, slots)
     config = common.configured(launch.wgrad, problem, width if sizes is None else max(sizes))
     plan = common.plan_for(adapter_ids, slots, plan, config.mode == launch.PLAN)
-    parts = torch.empty(config.tiles, groups, rank, width, dtype=torch.float32, device=wide.device)
+    parts = driver.empty((config.tiles, groups, rank, width), torch.float32, wide.device)
     kernels.wgrad(name, narrow, wide, parts, out, adapter_ids, plan, ranks, scalings, sizes, sum_groups, config)
