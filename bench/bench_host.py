@@ -52,7 +52,8 @@ def below_the_dispatcher(name, positional):
         made = found.allocate()
         stream = driver.stream_of(found.device)
         yield f"… {len(made)} allocations", infer, found.allocate
-        yield "… all launches", infer, lambda: driver.run(found.call, stream, positional, made)
+        calls = [step.call for step in found.steps] or [found.call]
+        yield "… all launches", infer, lambda: [driver.run(one, stream, positional, made) for one in calls]
 
 
 def expert_pieces(w, device):

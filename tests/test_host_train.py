@@ -157,6 +157,29 @@ def test_gradients_are_new_and_start_from_zeros(gpu, force):  # noqa: F811
     assert len({t.data_ptr() for grads in results for t in grads if t.numel()}) == 9
 
 
+def test_large_tensors_are_held_while_they_are_needed(gpu, force, monkeypatch):  # noqa: F811
+    """With everything large, each launch finds what it reads and no more: h1, a and their like are gone when it was read last."""
+    force("plan whole")
+    monkeypatch.setattr(prepared, "LARGE", 1)
+    forward, backward = implementation("expert_mlp", "_train_cuda"), implementation("expert_mlp")
+    needs = [True, True, False, False, True, True, True, True, False, False]
+    for seed in range(2):
+        args = list(block(router_weight="post_down", seed=seed, bias=False).args())
+        y, h1 = both(forward, tuple(args), f"forward {seed}")
+        both(backward, (torch.ones_like(y), h1, *args, *[None] * (18 - len(args)), needs), f"backward {seed}")
+    for call in (forward, backward):
+        (found,) = call.table.values()
+        held, most = set(), 0
+        for step in found.steps:
+            assert not held & set(step.fresh)
+            held |= set(step.fresh)
+            most = max(most, len(held))
+            held -= set(step.over)
+        results = {one if isinstance(one, int) else one.index for one in found.result}
+        assert results <= held and most < len(found.made) - 3 * (call is backward)
+        assert [step.end for step in found.steps][:-1] == [step.first for step in found.steps][1:]
+
+
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_a_backward_is_repeated_on_the_device_of_its_tensors(elsewhere, name):  # noqa: F811
     call, needs = implementation(name), [True, *[False] * (COUNTS[name] - 1)]

@@ -4,7 +4,9 @@ A CUDA implementation checks its arguments, allocates, chooses and launches; tha
 at T = 1, and up to 420 for the expert ops. All of it depends on what `driver.describe` puts into a key: shapes, strides, dtypes,
 devices, alignment up to 16 bytes, which arguments are absent and which share an address, numbers and words. So the first call
 records its allocations and launches on a tape, and a call with the same key allocates anew, fills in the data pointers and
-launches on torch's current stream.
+launches on torch's current stream. What is large is allocated in between, when it is first needed, and let go when it was needed last.
+Backwards and training forwards are repeated in the same way; what torch computes for them (gradients of base weights and biases,
+factors that all experts share) is not on a tape, so such calls take the ordinary way.
 Contents are never part of it: ids, ranks, scalings and weights are read by the kernels.
 
 What depends on addresses or on the mode is looked at in every call: operands that may overlap `out`, and operands that
@@ -31,6 +33,7 @@ from .. import _checks, driver
 from . import common
 
 LIMIT = 4096  # prepared calls an op holds, about 3 KB each, of expert_mlp 15; the oldest leaves
+LARGE = 8 << 20  # bytes of what is allocated when it is first needed, and let go when it was needed last
 
 _tables: list[dict] = []
 _filling = threading.Lock()
@@ -48,6 +51,38 @@ class Result(NamedTuple):
     def of(self, made: tuple) -> Tensor:
         t = made[self.index]
         return torch.as_strided(t if self.dtype is None else t.to(self.dtype), self.shape, self.strides, self.offset)
+
+
+class Step(NamedTuple):
+    """Some of a call's launches, what is allocated ahead of them, and what nobody needs behind them."""
+
+    first: int
+    end: int
+    fresh: tuple
+    over: tuple
+    call: object = None
+
+
+def _steps(tape: driver.Tape, result: int | tuple) -> list[Step]:
+    """Where large tensors lie between launches, so that no more of them are held at once than must be; [] where none do."""
+    results = {one if isinstance(one, int) else one.index for one in (result if isinstance(result, tuple) else (result,))}
+    last_launch = len(tape.launches) - 1
+    lives: dict[int, tuple[int, int]] = {}  # of what was made: its first launch and its last
+    for number, launch in enumerate(tape.launches):
+        for _, operand in launch.slots:
+            i = operand - len(tape.args)
+            if i >= 0:
+                lives[i] = (lives.get(i, (number,))[0], number)
+    large = {i for i, t in enumerate(tape.made) if t.numel() * t.element_size() >= LARGE and i in lives}
+    if not any(i not in results for i in large):
+        return []
+    begins = {0, *[lives[i][0] for i in large], *[lives[i][1] + 1 for i in large - results]}
+    starts = sorted(begin for begin in begins if begin <= last_launch)
+    steps = []
+    for first, end in zip(starts, [*starts[1:], last_launch + 1]):
+        fresh = [i for i in range(len(tape.made)) if (lives[i][0] if i in large else 0) in range(first, end)]
+        steps.append(Step(first, end, tuple(fresh), tuple([i for i in large - results if lives[i][1] in range(first, end)])))
+    return steps
 
 
 def _result(tape: driver.Tape, t: Tensor) -> int | Result | None:
@@ -71,26 +106,37 @@ class Prepared:
     Made while the device of the tensors is current: the context of that moment is the one the kernels belong to.
     """
 
-    __slots__ = ("made", "zeroed", "result", "call", "device", "hooked")
+    __slots__ = ("made", "zeroed", "result", "call", "device", "hooked", "steps")
 
     def __init__(self, tape: driver.Tape, result: int | tuple, apart: tuple):
-        self.zeroed = tuple(tape.zeroed)
+        self.zeroed = frozenset(tape.zeroed)
         self.made, self.result = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tape.made], result
         self.device = tape.args[0].get_device()
         self.hooked = tape.hooked
-        operands = len(tape.args) + len(tape.made)
-        self.call = driver.call(driver.ensure_context(), operands, tuple(tape.launches), apart)
+        self.steps = [] if apart else _steps(tape, result)
+        parts = [tape.launches] if not self.steps else [tape.launches[step.first : step.end] for step in self.steps]
+        operands, context = len(tape.args) + len(tape.made), driver.ensure_context()
+        calls = [driver.call(context, operands, tuple(part), apart) for part in parts]
+        self.call = calls[0]
+        self.steps = [step._replace(call=one) for step, one in zip(self.steps, calls)]
+
+    def _allocate(self, i: int) -> Tensor:
+        """torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
+        shape, strides, dtype, device = self.made[i]
+        made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return made.zero_() if i in self.zeroed else made
 
     def allocate(self) -> tuple:
-        """The result and what lies between launches. torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
+        """The result and what lies between launches."""
+        if self.zeroed:
+            return tuple([self._allocate(i) for i in range(len(self.made))])
         empty = torch.empty_strided
-        made = tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
-        for i in self.zeroed:
-            made[i].zero_()
-        return made
+        return tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
 
     def repeat(self, args: tuple) -> tuple | None:
         """Allocate and launch; returns the allocations, or None where out may overlap an operand: nothing was launched."""
+        if self.steps:
+            return self._repeat_in_steps(args)
         made = self.allocate()
         code = driver.run(self.call, driver.stream_of(self.device), args, made)
         if code:
@@ -98,6 +144,19 @@ class Prepared:
                 return None
             driver.check(code, "a kernel launch failed")
         return made
+
+    def _repeat_in_steps(self, args: tuple) -> tuple:
+        made: list = [None] * len(self.made)
+        stream = driver.stream_of(self.device)
+        for step in self.steps:
+            for i in step.fresh:
+                made[i] = self._allocate(i)
+            code = driver.run(step.call, stream, args, tuple(made))
+            if code:
+                driver.check(code, "a kernel launch failed")
+            for i in step.over:
+                made[i] = None
+        return tuple(made)
 
     def results(self, made: tuple) -> Tensor | tuple:
         if isinstance(self.result, int):
