@@ -325,23 +325,33 @@ class Tape:
         self.zeroed: list[int] = []  # places in made of what holds zeros before the first launch
         self.cast: list[tuple[Tensor, Tensor]] = []  # (result, what was made), of `cast`
         self.launches: list[Launch] = []
+        self.places: dict[int, int] = {}  # of args, then made, by address
+        for place, t in enumerate(args):
+            if isinstance(t, Tensor):
+                self.places.setdefault(t.data_ptr(), place)
         self.refused = False
         self.hooked = False  # holds a Triton launch, which profilers may want to hear of
 
     def refuse(self) -> None:
         self.refused = True
 
+    def own(self, t: Tensor) -> Tensor:
+        """t, which this call has just made."""
+        self.places.setdefault(t.data_ptr(), len(self.args) + len(self.made))
+        self.made.append(t)
+        return t
+
     def add(self, launch: Launch, tensors: list[tuple[int, Tensor]]) -> None:
         """A launch whose data holds the addresses of tensors at (offset, tensor)."""
-        addresses = [t.data_ptr() if isinstance(t, Tensor) else None for t in (*self.args, *self.made)]
         slots = []
         for at, t in tensors:
             address = t.data_ptr()
             if address == 0:
                 continue  # an empty tensor
-            if address not in addresses:
+            place = self.places.get(address)
+            if place is None:
                 return self.refuse()  # a copy made on the way
-            slots.append((at, addresses.index(address)))
+            slots.append((at, place))
         self.launches.append(launch._replace(slots=tuple(slots)))
 
 
@@ -391,9 +401,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """torch.empty, known to the running tape."""
     made = torch.empty(shape, dtype=dtype, device=device)
     running = tape()
-    if running is not None:
-        running.made.append(made)
-    return made
+    return made if running is None else running.own(made)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -402,7 +410,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     running = tape()
     if running is not None:
         running.zeroed.append(len(running.made))
-        running.made.append(made)
+        running.own(made)
     return made
 
 
