@@ -80,7 +80,9 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
     head += [title for _, title in beside]
     head += [f"{name}, same run" for name in others]
     has_times, has_forward = any_has("times_torch"), any_has("forward_us")
+    has_eager = has_forward and any_has("eager_us")
     head += (["torch / ours"] if has_times else []) + (["forward: ours, torch"] if has_forward else [])
+    head += ["without a graph: ours, torch"] if has_eager else []
     head += ["peak MiB: ours, torch"] if has_memory else []
     lines = []
     for name in in_order(rows):
@@ -104,6 +106,8 @@ def columns_and_lines(rows: dict[str, dict[str, dict]]) -> tuple[list[str], list
             cells.append(cell(1 / ours["times_torch"] if ours and ours.get("times_torch") else None, 2))
         if has_forward:
             cells.append(", ".join(cell(row.get("forward_us")) for row in both))
+        if has_eager:
+            cells.append(", ".join(cell(row.get("eager_us")) for row in both))
         if has_memory:
             cells.append(", ".join(cell(row.get("peak_mib"), 0) for row in both))
         lines.append(cells)
