@@ -49,9 +49,9 @@ def below_the_dispatcher(name, positional):
     yield "… the ordinary way", infer, lambda: implementation.__wrapped__(*positional)
     yield f"… describe ({'C' if driver._launcher else 'Python'})", infer, lambda: driver.describe(positional)
     if found is not None:
-        made = found.allocate()
+        made = found.allocate(positional)
         stream = driver.stream_of(found.device)
-        yield f"… {len(made)} allocations", infer, found.allocate
+        yield f"… {len(made)} allocations", infer, lambda: found.allocate(positional)
         calls = [step.call for step in found.steps] or [found.call]
         yield "… all launches", infer, lambda: [driver.run(one, stream, positional, made) for one in calls]
 

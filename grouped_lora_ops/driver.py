@@ -323,6 +323,7 @@ class Tape:
         self.args = args
         self.made: list[Tensor] = []  # held to the end: no address is used twice
         self.zeroed: list[int] = []  # places in made of what holds zeros before the first launch
+        self.copied: dict[int, int] = {}  # places in made of what holds a copy of an argument before the first launch, and that one's place
         self.cast: list[tuple[Tensor, Tensor]] = []  # (result, what was made), of `cast`
         self.launches: list[Launch] = []
         self.places: dict[int, int] = {}  # of args, then made, by address
@@ -411,6 +412,18 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if running is not None:
         running.zeroed.append(len(running.made))
         running.own(made)
+    return made
+
+
+def copied(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t in dtype, a new tensor; of an argument, known to the running tape: a repeated call copies it before it launches anything."""
+    made = t.to(dtype, copy=True)
+    running = tape()
+    if running is not None:
+        place = next((i for i, argument in enumerate(running.args) if argument is t), None)
+        if place is not None:
+            running.copied[len(running.made)] = place
+            running.own(made)
     return made
 
 

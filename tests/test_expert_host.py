@@ -220,8 +220,25 @@ def test_an_mlp_of_nothing(gpu, force, case, how):  # noqa: F811
             assert_bits(want, torch.zeros_like(want))
 
 
+def test_a_master_copy_is_cast_in_every_call(gpu):  # noqa: F811
+    """Float32 factors beside a bf16 x, changed in place between calls, too."""
+    for seed in range(3):
+        c = small(seed=seed)
+        for changed in (dict(a=c.a.float()), dict(b=c.b.float()), dict(a=c.a.float(), b=c.b.float())):
+            assert_equal(call("expert_delta", delta_args(replace(c, **changed))), want_delta(c), f"{list(changed)}, call {seed}")
+        c = block(seed=seed)
+        want = ordinary("expert_mlp", c.args())
+        assert_bits(call("expert_mlp", replace(c, down_a=c.down_a.float()).args()), want, f"call {seed}")
+    assert len(held("expert_delta")) == 3 and len(held("expert_mlp")) == 1
+    c = small(seed=7)
+    masters = replace(c, a=c.a.float())
+    for factor in (1, 2):
+        c.a.mul_(factor), masters.a.mul_(factor)
+        assert_equal(call("expert_delta", delta_args(masters)), want_delta(c), f"times {factor}")
+
+
 def test_copies_on_the_way_are_not_prepared(gpu):  # noqa: F811
-    """Float32 factors beside a bf16 x, strided ranks, scalings and router weights: right, and not recorded."""
+    """Strided ranks, scalings and router weights: right, and not recorded."""
 
     def strided(t):
         return t.repeat_interleave(2, 0)[::2]
@@ -229,12 +246,12 @@ def test_copies_on_the_way_are_not_prepared(gpu):  # noqa: F811
     for seed in range(2):
         c = small(seed=seed)
         want = want_delta(c)
-        for changed in (dict(a=c.a.float()), dict(b=c.b.float()), dict(ranks=strided(c.ranks)), dict(scalings=strided(c.scalings))):
+        for changed in (dict(ranks=strided(c.ranks)), dict(scalings=strided(c.scalings))):
             assert_equal(call("expert_delta", delta_args(replace(c, **changed))), want, str(list(changed)))
         c = block(seed=seed)
         want = ordinary("expert_mlp", c.args())
-        for changed in (dict(down_a=c.down_a.float()), dict(topk_weights=c.topk_weights.t().contiguous().t())):
-            assert_bits(call("expert_mlp", replace(c, **changed).args()), want, str(list(changed)))
+        changed = replace(c, topk_weights=c.topk_weights.t().contiguous().t())
+        assert_bits(call("expert_mlp", changed.args()), want)
         c = small(adapters=False, shared="a", seed=seed)  # the shrink of shared factors reads an adapter a token: zeros by PyTorch
         assert_equal(call("expert_delta", delta_args(c)), want_delta(c))
     assert not held("expert_delta") and not held("expert_mlp") and not gpu.launches

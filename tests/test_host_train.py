@@ -118,12 +118,15 @@ def test_a_repeated_layer_of_experts(gpu, force, placement, weights, need_w, how
         c = block(router_weight=placement, seed=seed, bias=False)
         args = list(c.args())
         args[2] = args[2].to(weights)
+        if how == "split":  # float32 masters: copied in every call
+            args[5:9] = [t.float() for t in args[5:9]]
         y, h1 = both(forward, tuple(args), f"forward {seed}")
         grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
         full = args + [None] * (18 - len(args))
         grads = both(backward, (grad, h1, *full, needs), f"backward {seed}")
         assert [t.numel() > 0 for t in grads] == needs
         assert not need_w or grads[1].dtype == weights
+        assert all(grad.dtype == t.dtype for grad, t in zip(grads[4:8], args[5:9]))
     assert len(forward.table) == len(backward.table) == 1 and gpu.launches
 
 
@@ -244,13 +247,14 @@ def test_training_steps_are_repeated(tokens):
         leaves = [t.detach().requires_grad_() for t in (x, a, b)]
         return grads(op(leaves[0], *base, *leaves[1:], ids, scalings), leaves)
 
-    def step_experts(placement):
-        leaves = [t.detach().requires_grad_() for t in (x, routers, *factors)]
+    def step_experts(placement, dtype=torch.bfloat16):
+        leaves = [t.detach().requires_grad_() for t in (x, routers, *[t.to(dtype) for t in factors])]
         y = glo.expert_mlp(leaves[0], topk, leaves[1], w13, w2, *leaves[2:], ids, scalings, router_weight=placement)
         return grads(y, leaves)
 
     steps = [lambda: step_dense(glo.delta), lambda: step_dense(glo.linear, w)]
     steps += [lambda placement=placement: step_experts(placement) for placement in PLACEMENTS]
+    steps.append(lambda: step_experts("pre_down", torch.float32))
     for i, step in enumerate(steps):
         first, second, ordinary, held = repeats(step)
         assert held == 2, "forward and backward"

@@ -65,7 +65,7 @@ def problem(t: Tensor, to: Routing, groups: int, a_groups: int, in_features: int
 
 def in_dtype(t: Tensor | None, x: Tensor) -> Tensor | None:
     """A float32 master copy takes part rounded to x's dtype."""
-    return t if t is None or t.dtype == x.dtype else t.to(x.dtype)
+    return t if t is None or t.dtype == x.dtype else driver.copied(t, x.dtype)
 
 
 def outer(t: Tensor, groups: int) -> Tensor:

@@ -11,8 +11,8 @@ Contents are never part of it: ids, ranks, scalings and weights are read by the 
 
 What depends on addresses or on the mode is looked at in every call: operands that may overlap `out`, and operands that
 require grad, take the ordinary way, whose checks then speak. So do calls under GROUPED_LORA_CHECK=1 and, where Triton
-kernels are launched, under a profiler that hooks Triton's launches. A call that copies on the way (strided ranks, float32
-factors beside a narrower x), fills or sorts without a kernel of ours, or runs in Triton's interpreter is not prepared.
+kernels are launched, under a profiler that hooks Triton's launches. A call that copies on the way (strided ranks; but a float32
+master copy of a factor is cast anew in each), fills or sorts without a kernel of ours, or runs in Triton's interpreter is not prepared.
 
 A prepared call that the dispatcher would hand to the CUDA implementation and to nothing else goes there by itself
 (`straight`): the dispatcher and its boxing of arguments cost 8 µs.
@@ -106,10 +106,10 @@ class Prepared:
     Made while the device of the tensors is current: the context of that moment is the one the kernels belong to.
     """
 
-    __slots__ = ("made", "zeroed", "result", "call", "device", "hooked", "steps")
+    __slots__ = ("made", "zeroed", "copied", "result", "call", "device", "hooked", "steps")
 
     def __init__(self, tape: driver.Tape, result: int | tuple, apart: tuple):
-        self.zeroed = frozenset(tape.zeroed)
+        self.zeroed, self.copied = frozenset(tape.zeroed), dict(tape.copied)
         self.made, self.result = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tape.made], result
         self.device = tape.args[0].get_device()
         self.hooked = tape.hooked
@@ -120,16 +120,18 @@ class Prepared:
         self.call = calls[0]
         self.steps = [step._replace(call=one) for step, one in zip(self.steps, calls)]
 
-    def _allocate(self, i: int) -> Tensor:
+    def _allocate(self, i: int, args: tuple) -> Tensor:
         """torch.empty_strided takes 1.0 µs where torch.empty takes 1.2."""
         shape, strides, dtype, device = self.made[i]
         made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        if i in self.copied:
+            return made.copy_(args[self.copied[i]])
         return made.zero_() if i in self.zeroed else made
 
-    def allocate(self) -> tuple:
+    def allocate(self, args: tuple) -> tuple:
         """The result and what lies between launches."""
-        if self.zeroed:
-            return tuple([self._allocate(i) for i in range(len(self.made))])
+        if self.zeroed or self.copied:
+            return tuple([self._allocate(i, args) for i in range(len(self.made))])
         empty = torch.empty_strided
         return tuple([empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype, device in self.made])
 
@@ -137,7 +139,7 @@ class Prepared:
         """Allocate and launch; returns the allocations, or None where out may overlap an operand: nothing was launched."""
         if self.steps:
             return self._repeat_in_steps(args)
-        made = self.allocate()
+        made = self.allocate(args)
         code = driver.run(self.call, driver.stream_of(self.device), args, made)
         if code:
             if code < 0:
@@ -150,7 +152,7 @@ class Prepared:
         stream = driver.stream_of(self.device)
         for step in self.steps:
             for i in step.fresh:
-                made[i] = self._allocate(i)
+                made[i] = self._allocate(i, args)
             code = driver.run(step.call, stream, args, tuple(made))
             if code:
                 driver.check(code, "a kernel launch failed")
