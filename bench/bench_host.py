@@ -68,6 +68,12 @@ def expert_pieces(w, device):
     yield "… torch.ops.grouped_lora.expert_mlp", infer, lambda: torch.ops.grouped_lora.expert_mlp.default(*positional)
     yield "expert_mlp, no_grad", no_grad, lambda: mlp(*layer)
     yield "expert_mlp, gate_up_a requires grad", torch.enable_grad, lambda: mlp(*layer[:5], leaf, *layer[6:])
+    if w.T <= 64:  # with many rows the GPU takes longer than the CPU
+        trained = [x.detach().requires_grad_(), *[factor.detach().requires_grad_() for factor in layer[5:9]]]
+        ones = torch.ones_like(x)
+        yield "… and the gradients of x and the factors", torch.enable_grad, lambda: torch.autograd.grad(
+            mlp(trained[0], *layer[1:5], *trained[1:], *layer[9:]), trained, ones
+        )
     of_gate_up = (x, t["gate_up_weight"], *gate_up, ids, adapters, scalings)
     yield "expert_linear, inference mode", infer, lambda: gl.expert_linear(*of_gate_up)
     yield "expert_linear, no_grad", no_grad, lambda: gl.expert_linear(*of_gate_up)
