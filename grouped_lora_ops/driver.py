@@ -446,10 +446,12 @@ class Parameters(NamedTuple):
 
 def parameters_of(compiled) -> Parameters | None:
     """None for a kernel whose launch is left to Triton."""
+    if not _triton_is_known():  # nor what its metadata holds
+        return None
     m = compiled.metadata
     plain = m.num_ctas == 1 and not m.launch_cooperative_grid and m.global_scratch_size == 0 and m.profile_scratch_size == 0
     sanitized = bool(getattr(m, "instrumentation_mode", ""))  # from Triton 3.8 on one of the sanitizers adds parameters
-    if sanitized or not plain or not _triton_is_known():
+    if sanitized or not plain:
         return None
     letters, places, offsets = "@", [], []
     for i, kind in enumerate(compiled.src.signature.values()):
