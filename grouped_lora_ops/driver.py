@@ -511,12 +511,11 @@ def record(launched: tuple[Launch, list[tuple[int, Tensor]]] | None) -> None:
 def _triton_runtime():
     from triton import knobs
 
-    return knobs.runtime, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return knobs.runtime
 
 
 def triton_hooks() -> bool:
-    """Whether a profiler wants to hear of Triton's launches."""
-    runtime, enter, leave = _triton_runtime()
-    return bool(
-        runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave or enter.calls or leave.calls
-    )
+    """Whether a profiler wants to hear of Triton's launches: in a chain of calls, or in the chain's place."""
+    runtime = _triton_runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -503,6 +503,16 @@ def test_profilers_hear_of_every_launch(gpu):
     assert len(gpu.launches) == 2
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_in_the_chains_place_is_heard(monkeypatch, name):
+    """Triton calls whatever stands there, and nothing where None does."""
+    knobs = pytest.importorskip("triton.knobs")
+    for hook in (lambda metadata: None, None):
+        driver._triton_runtime.cache_clear()  # nobody has asked before
+        monkeypatch.setattr(knobs.runtime, name, hook)
+        assert driver.triton_hooks() == (hook is not None)
+
+
 def test_an_unknown_triton_launches_the_ordinary_way(gpu, monkeypatch):
     monkeypatch.setattr(driver, "_triton_is_known", lambda: False)
     c = small()
