@@ -27,7 +27,7 @@ def _built_launcher():
     try:
         from . import _launcher
 
-        _launcher.setup(3, Tensor, Tensor.__dlpack_c_exchange_api__)
+        _launcher.setup(4, Tensor, Tensor.__dlpack_c_exchange_api__)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu").t()
         read = _launcher.describe((probe, None))
     except (ImportError, AttributeError, RuntimeError, ValueError):  # not built, or from an older launcher.c; another DLPack

@@ -562,6 +562,14 @@ def test_nested_recordings_do_not_lose_launches():
     assert outer.refused and not inner.refused and len(inner.made) == 1 and driver.tape() is None
 
 
+def test_a_launcher_of_fewer_operands_is_not_used():
+    """Those of version 3 took 32, and a backward of expert_mlp has more."""
+    if driver._launcher is None:
+        pytest.skip("csrc/launcher.c was not built")
+    with pytest.raises(RuntimeError, match="built from an older launcher.c"):
+        driver._launcher.setup(3, torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__)
+
+
 def test_pack_lays_a_struct_out_as_c_does():
     class Params(ctypes.Structure):
         _fields_ = [
