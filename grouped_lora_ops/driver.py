@@ -27,7 +27,7 @@ def _built_launcher():
     try:
         from . import _launcher
 
-        _launcher.setup(3, Tensor, Tensor.__dlpack_c_exchange_api__)
+        _launcher.setup(4, Tensor, Tensor.__dlpack_c_exchange_api__)
         probe = torch.zeros(2, 3, dtype=torch.float32, device="cpu").t()
         read = _launcher.describe((probe, None))
     except (ImportError, AttributeError, RuntimeError, ValueError):  # not built, or from an older launcher.c; another DLPack
@@ -459,10 +459,12 @@ class Parameters(NamedTuple):
 
 def parameters_of(compiled) -> Parameters | None:
     """None for a kernel whose launch is left to Triton."""
+    if not _triton_is_known():  # nor what its metadata holds
+        return None
     m = compiled.metadata
     plain = m.num_ctas == 1 and not m.launch_cooperative_grid and m.global_scratch_size == 0 and m.profile_scratch_size == 0
     sanitized = bool(getattr(m, "instrumentation_mode", ""))  # from Triton 3.8 on one of the sanitizers adds parameters
-    if sanitized or not plain or not _triton_is_known():
+    if sanitized or not plain:
         return None
     letters, places, offsets = "@", [], []
     for i, kind in enumerate(compiled.src.signature.values()):
@@ -522,12 +524,11 @@ def record(launched: tuple[Launch, list[tuple[int, Tensor]]] | None) -> None:
 def _triton_runtime():
     from triton import knobs
 
-    return knobs.runtime, knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return knobs.runtime
 
 
 def triton_hooks() -> bool:
-    """Whether a profiler wants to hear of Triton's launches."""
-    runtime, enter, leave = _triton_runtime()
-    return bool(
-        runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave or enter.calls or leave.calls
-    )
+    """Whether a profiler wants to hear of Triton's launches: in a chain of calls, or in the chain's place."""
+    runtime = _triton_runtime()
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

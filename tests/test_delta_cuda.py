@@ -39,6 +39,7 @@ def compute_delta(gpu, launch, parameters):
         return t.as_strided(shape, strides, t.storage_offset() + offset)
 
     starts = list(p.starts[: p.slices + 1])
+    assert not p.merged or len({b - a for a, b in zip(starts, starts[1:])}) < 2, "a tile has its first group's columns"
     ids = view(p.ids, (p.tokens,), (p.ids_stride,)).long()
     assert (gpu.tensors[p.ids].dtype == torch.int64) == bool(p.flags & 1)
     for g in range(groups):
@@ -114,3 +115,12 @@ def test_delta_hands_its_cuda_kernel_the_right_memory(delta_gpu, form, layout):
         ops._cuda_(c.base, *c.factors, c.out_sizes, c.ranks)
         assert_equal(c.base, want, f"in place, call {seed}")
     assert delta_gpu.first == 3 and len(delta_gpu.launches) == 9, "each signature goes the ordinary way once"
+
+
+@pytest.mark.parametrize("sizes", [[32] * 8, [24, 152, *[24] * 6]], ids=["even", "uneven"])
+def test_groups_that_share_a_tile_are_equally_wide(delta_gpu, sizes):
+    ops = importlib.import_module("grouped_lora_ops.ops.delta")
+    c = build("slices of grouped x", tokens=8, slots=4, groups=8, features=1024, rank=8, sizes=sizes)
+    for _ in range(2):
+        assert_equal(ops._cuda(*c.factors, c.base, c.out_sizes), want_delta(c))
+    assert delta_gpu.first == 1 and len(delta_gpu.launches) == 2

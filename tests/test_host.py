@@ -503,12 +503,23 @@ def test_profilers_hear_of_every_launch(gpu):
     assert len(gpu.launches) == 2
 
 
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_in_the_chains_place_is_heard(monkeypatch, name):
+    """Triton calls whatever stands there, and nothing where None does."""
+    knobs = pytest.importorskip("triton.knobs")
+    for hook in (lambda metadata: None, None):
+        driver._triton_runtime.cache_clear()  # nobody has asked before
+        monkeypatch.setattr(knobs.runtime, name, hook)
+        assert driver.triton_hooks() == (hook is not None)
+
+
 def test_an_unknown_triton_launches_the_ordinary_way(gpu, monkeypatch):
     monkeypatch.setattr(driver, "_triton_is_known", lambda: False)
     c = small()
     for _ in range(2):
         assert_equal(delta(c), want_delta(c))
     assert not held("delta") and not gpu.launches
+    assert driver.parameters_of(SimpleNamespace(metadata=SimpleNamespace())) is None  # whatever such a Triton calls things
 
 
 def test_threads_do_not_meet(gpu):
@@ -549,6 +560,14 @@ def test_nested_recordings_do_not_lose_launches():
             driver.empty((1,), torch.float32, torch.device("cpu"))
         assert driver.tape() is outer
     assert outer.refused and not inner.refused and len(inner.made) == 1 and driver.tape() is None
+
+
+def test_a_launcher_of_fewer_operands_is_not_used():
+    """Those of version 3 took 32, and a backward of expert_mlp has more."""
+    if driver._launcher is None:
+        pytest.skip("csrc/launcher.c was not built")
+    with pytest.raises(RuntimeError, match="built from an older launcher.c"):
+        driver._launcher.setup(3, torch.Tensor, torch.Tensor.__dlpack_c_exchange_api__)
 
 
 def test_pack_lays_a_struct_out_as_c_does():

@@ -128,6 +128,7 @@ def test_a_repeated_layer_of_experts(gpu, force, placement, weights, need_w, how
         assert not need_w or grads[1].dtype == weights
         assert all(grad.dtype == t.dtype for grad, t in zip(grads[4:8], args[5:9]))
     assert len(forward.table) == len(backward.table) == 1 and gpu.launches
+    assert [len(found.zeroed) for found in backward.table.values()] == [4 + need_w], "zeros that are no gradient"
 
 
 @pytest.mark.parametrize("how", ["split", "plan whole"])
@@ -143,6 +144,8 @@ def test_a_repeated_backward_of_experts(gpu, force, how):  # noqa: F811
         x, a, b, ids, adapters, scalings = c.args()
         both(delta, (grad, x, a, b, ids, adapters, scalings, c.weights, c.ranks, None, [True] * 4), f"delta {seed}")
     assert len(linear.table) == len(delta.table) == 1 and gpu.launches
+    for call in (linear, delta):
+        assert [len(found.zeroed) for found in call.table.values()] == [3], "zeros that are no gradient"
 
 
 def test_gradients_are_new_and_start_from_zeros(gpu, force):  # noqa: F811

@@ -97,7 +97,8 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     xg, ag, bg, outg = common.grouped(x, 3), common.grouped(lora_a, 4), common.grouped(lora_b, 4), common.grouped(out, 3)
     baseg = outg if base is out else None if base is None else common.grouped(base, 3)
     sizes = dims.out_sizes if dims.h_grouped else None
-    widest, shared_a = dims.out_features if sizes is None else max(sizes), ag.shape[1] == 1 and xg.shape[1] > 1
+    widest, even = dims.out_features if sizes is None else max(sizes), sizes is None or len(set(sizes)) == 1
+    shared_a = ag.shape[1] == 1 and xg.shape[1] > 1 and even  # groups that share a tile of csrc/delta.cu are equally wide
     problem = common.problem(x, dims.tokens, dims.groups, dims.in_features, widest, dims.rank, dims.slots, shared_a)
     config = common.configured(launch.delta, problem)
     if config.cuda is not None and delta_cuda.fits(xg, ag, bg, baseg, outg, sizes):

@@ -230,10 +230,11 @@ def linear_backward(
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     to = routing(expert_ids, adapter_ids, weight.shape[0], slots, plan, need_a or need_b)
     dx = dweight = dbias = dw = common.nothing(x)
-    v, da, db = None, wanted(lora_a, need_a, x), wanted(lora_b, need_b, x)
     if lora and (need_x or need_a or need_b or need_w):
         found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, [need_a, need_b, False])
         v, da, db = found.v, found.da, found.db
+    else:
+        v, da, db = None, wanted(lora_a, need_a, x), wanted(lora_b, need_b, x)
     if need_x or need_w:
         apart = need_w or to.per_token(x)  # <x, dx> is the gradient of the weight, less the bias's
         rows = input_rows(

@@ -115,8 +115,7 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
         h1 = layer.hidden(name, to)
     a = layer.activated(name, h1, to)
     dw = driver.zeros((to.routes,), torch.float32, x.device) if need_w else None
-    d_wd = d_bd = d_wgu = d_bgu = dx = nothing
-    d_gua, d_gub, d_da, d_db = (wanted(t, need, x) for t, need in zip(layer[5:9], needs[4:8]))
+    d_wd = d_bd = d_wgu = d_bgu = d_gua = d_gub = dx = nothing
 
     g2 = weighted_rows(name, grad_y, weights, to, x.dtype) if post else grad_y  # [M, H], or [T, H] for all routes of t
     if need_w and post:
@@ -128,10 +127,11 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
 
     need_h1 = need_x or need_wgu or need_gua or need_gub or need_bgu or (need_w and at_input)
     need_a = need_h1 or (need_w and pre)
-    v = None
     if present(layer.down_a) and a.shape[1] and (need_a or need_da or need_db):
         found = factor_grads(name, g2, a, layer.down_a, layer.down_b, to, scalings, None, ranks, [need_da, need_db, False])
         v, d_da, d_db = found.v, found.da, found.db
+    else:
+        v, d_da, d_db = None, wanted(layer.down_a, need_da, x), wanted(layer.down_b, need_db, x)
     if need_wd:
         d_wd = weight_grad(name, g2, a, layer.w_down, by_expert)
     if need_a:
@@ -145,13 +145,15 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
                 to.experts, layer.activation, layer.activation_limit, expert_activation.PASSES_AT_LIMIT,
             )  # fmt: skip
     if need_h1:
-        inputs, v = layer.inputs(name, to), None
+        inputs = layer.inputs(name, to)
         if need_bgu:
             d_bgu = bias_grad(name, g1, layer.b_gate_up, by_expert)
         if present(layer.gate_up_a) and g1.shape[1] and (need_x or need_gua or need_gub or need_w):
             factors = (layer.gate_up_a, layer.gate_up_b)
             found = factor_grads(name, g1, inputs, *factors, to, scalings, None, ranks, [need_gua, need_gub, False])
             v, d_gua, d_gub = found.v, found.da, found.db
+        else:
+            v, d_gua, d_gub = None, wanted(layer.gate_up_a, need_gua, x), wanted(layer.gate_up_b, need_gub, x)
         if need_wgu:
             d_wgu = weight_grad(name, g1, inputs, layer.w_gate_up, by_expert)
         if need_x or (need_w and at_input):
