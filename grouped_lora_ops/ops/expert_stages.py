@@ -87,7 +87,7 @@ def mlp(*args) -> Tensor:
         a = layer.activated(name, layer.hidden(name, to, x), to)
     else:
         a = layer.activated_at_once(name, x, to)
-    # a prepared call allocates all at once: weighted inputs, read for the last time, make room for h2 of the same size
+    # weighted inputs, read for the last time, make room for h2 of the same size
     return layer.combined(name, a, to, None if x is layer.x else x)
 
 

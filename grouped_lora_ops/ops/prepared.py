@@ -32,7 +32,8 @@ from torch.nn import Parameter
 from .. import _checks, driver
 from . import common
 
-LIMIT = 4096  # prepared calls an op holds, about 3 KB each, of expert_mlp 15; the oldest leaves
+LIMIT = 4096  # prepared calls an op holds, about 3 KB each, of expert_mlp 15; the oldest leaves. A quarter of that where results are several,
+# as of backwards: about 50 KB each for expert_mlp
 LARGE = 8 << 20  # bytes of what is allocated when it is first needed, and let go when it was needed last
 
 _tables: list[dict] = []
@@ -185,7 +186,7 @@ def _record(run: Callable, args: tuple, key, table: dict, in_place: int):
         if key is not None and found and tape.launches and not tape.refused:
             prepared = Prepared(tape, at, _apart(args, in_place))
             with _filling:
-                while len(table) >= LIMIT:
+                while len(table) >= (LIMIT if isinstance(at, int) else LIMIT // 4):
                     del table[next(iter(table))]
                 table[key] = prepared
     return result
