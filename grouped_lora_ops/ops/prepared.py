@@ -200,7 +200,7 @@ def _apart(args: tuple, in_place: int) -> tuple:
 
 
 def prepared(run: Callable, needs: int | None = None) -> Callable:
-    """A CUDA implementation that returns a new tensor, or several, which it makes with `driver.empty` (or `zeros`, `cast`).
+    """A CUDA implementation that returns a new tensor, or several, which it makes with `driver.empty` (or `zeros`, `copied`, `cast`).
 
     In a call that launches anything, every write must be one of our launches: torch's own kernels are not on the tape. Where one
     of them writes what `driver.empty` made, `driver.refuse` must be called; a copy that a launch reads refuses by itself.
