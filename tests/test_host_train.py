@@ -43,14 +43,17 @@ def both(call, args, what=""):
     return got
 
 
-def backward_args(name, seed, needs, form="wo_a", tokens=3, device="cpu", dtype=torch.bfloat16):
-    c = dense(form, dtype, tokens=tokens, seed=seed, poison=False, device=device)
+def backward_args(name, seed, needs, form="wo_a", tokens=3):
+    c = dense(form, tokens=tokens, seed=seed, poison=False)
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randint(-3, 4, shape, generator=generator).to(device, dtype)  # noqa: E731
-    h = reference.shrink(c.x.cpu(), c.a.cpu(), c.ids.cpu(), ranks=None if c.ranks is None else c.ranks.cpu()).to(device)
+
+    def draw(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).to(c.x.dtype)
+
+    h = reference.shrink(c.x, c.a, c.ids, ranks=c.ranks)
     grad_y = draw(*c.base.shape)
     if name == "shrink":
-        return torch.randn(h.shape, generator=generator).to(device), c.x, c.a, c.ids, c.ranks, None, needs
+        return torch.randn(h.shape, generator=generator), c.x, c.a, c.ids, c.ranks, None, needs
     if name == "expand":
         return grad_y, h, c.b, c.ids, c.scalings, c.out_sizes, c.ranks, None, needs
     if name == "delta":

@@ -86,15 +86,19 @@ def _steps(tape: driver.Tape, result: int | tuple) -> list[Step]:
     return steps
 
 
+def _place(tape: driver.Tape, t: Tensor) -> int | None:
+    """That of t in tape.made."""
+    return next((i for i, made in enumerate(tape.made) if made is t), None)
+
+
 def _result(tape: driver.Tape, t: Tensor) -> int | Result | None:
     """Where a result comes from: a place in tape.made, a view of what is there or of its cast; None where it is something else."""
-    for i, made in enumerate(tape.made):
-        if made is t:
-            return i
+    place = _place(tape, t)
+    if place is not None:
+        return place
     storage = t.untyped_storage().data_ptr()
     whole = [(made, i, None) for i, made in enumerate(tape.made)]
-    for cast, source in tape.cast:
-        whole += [(cast, i, cast.dtype) for i, made in enumerate(tape.made) if made is source]
+    whole += [(cast, place, cast.dtype) for cast, source in tape.cast if (place := _place(tape, source)) is not None]
     for root, i, dtype in whole:
         if storage and root.untyped_storage().data_ptr() == storage and root.dtype == t.dtype and root.is_contiguous():
             return Result(i, tuple(t.shape), t.stride(), t.storage_offset(), dtype)
@@ -179,10 +183,9 @@ def _record(run: Callable, args: tuple, key, table: dict, in_place: int):
             result = run(*args)
         if isinstance(result, tuple):
             at = tuple([_result(tape, t) for t in result])
-            found = None not in at
         else:
-            at = 0 if result is None else next((i for i, made in enumerate(tape.made) if made is result), -1)
-            found = at >= 0
+            at = 0 if result is None else _place(tape, result)
+        found = at is not None and (isinstance(at, int) or None not in at)
         if key is not None and found and tape.launches and not tape.refused:
             prepared = Prepared(tape, at, _apart(args, in_place))
             with _filling:
