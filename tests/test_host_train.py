@@ -187,6 +187,8 @@ def test_large_tensors_are_held_while_they_are_needed(gpu, force, monkeypatch): 
         results = {one if isinstance(one, int) else one.index for one in found.result}
         assert results <= held and most < len(found.made) - 3 * (call is backward)
         assert [step.end for step in found.steps][:-1] == [step.first for step in found.steps][1:]
+        given = tuple(args) if call is forward else (torch.ones_like(y), h1, *args, *[None] * (18 - len(args)), needs)
+        assert {i for i, t in enumerate(found.repeat(given)) if t is not None} == held, "held to the end"
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
