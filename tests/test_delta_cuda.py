@@ -11,7 +11,7 @@ import torch
 from cases import assert_equal, build, want_delta
 from test_cuda import House
 
-from grouped_lora_ops import cuda, driver, reference
+from grouped_lora_ops import cuda, driver, launch, reference
 from grouped_lora_ops.ops import common
 
 
@@ -124,3 +124,31 @@ def test_groups_that_share_a_tile_are_equally_wide(delta_gpu, sizes):
     for _ in range(2):
         assert_equal(ops._cuda(*c.factors, c.base, c.out_sizes), want_delta(c))
     assert delta_gpu.first == 1 and len(delta_gpu.launches) == 2
+
+
+# tokens, groups, D, N, rank, slots, shared A; what an H200 was fastest with (bench/NOTES.md): (clusters that share N, whether
+# groups share a tile), "early" or "in turn" for two launches of Triton's
+FEW = {
+    "plain r16 T1": ((1, 1, 4096, 4096, 16, 8, True), (4, False)),
+    "plain N8192 T1": ((1, 1, 4096, 8192, 16, 8, True), (8, False)),
+    "plain N11264 T8": ((8, 1, 4096, 11264, 16, 8, True), "in turn"),
+    "gate_up r16 T8": ((8, 2, 4096, 14336, 16, 8, False), "in turn"),
+    "gate_up r16 T2": ((2, 2, 4096, 14336, 16, 8, False), "early"),
+    "wo_a r16 T8": ((8, 4, 4096, 1024, 16, 8, True), (2, True)),
+    "wo_a_g8 r16 T8": ((8, 8, 4096, 1024, 16, 8, True), (4, True)),
+    "wo_a r64 T1": ((1, 4, 4096, 1024, 64, 8, True), (1, False)),
+    "wo_a r64 T2": ((2, 4, 4096, 1024, 64, 8, True), "early"),
+    "wo_a r64 T4": ((4, 4, 4096, 1024, 64, 8, True), "in turn"),
+    "wo_a r64 S1 T4": ((4, 4, 4096, 1024, 64, 1, True), (1, False)),
+    "plain r16 T16": ((16, 1, 4096, 4096, 16, 8, True), "in turn"),
+    "plain r16 T32": ((32, 1, 4096, 4096, 16, 8, True), "early"),
+    "plain r16 S64 T64": ((64, 1, 4096, 4096, 16, 64, True), "in turn"),
+    "wo_a_g8 r16 T32": ((32, 8, 4096, 1024, 16, 8, True), "in turn"),
+}
+
+
+@pytest.mark.parametrize("point", FEW)
+def test_few_rows_go_where_they_were_fastest(point):
+    sizes, want = FEW[point]
+    c = launch.delta(launch.Problem("sm_90", 132, 2, *sizes))
+    assert (("early" if c.shrink.early else "in turn") if c.cuda is None else (c.cuda.spread, c.cuda.merged > 1)) == want
