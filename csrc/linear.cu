@@ -11,6 +11,9 @@
 //   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. All they know of LoRA is how many
 //     stages it has and that high and low may meet one B; a zero h or B adds zeros, and a tile's rows may have different adapters.
 //
+// Tiles are dealt out to the blocks in turn. Those of experts (CLAIMS) take unequal time, and the last of them stood alone: there a block
+// takes the next tile from a counter when it is about to end one.
+//
 // The order of every sum is that of kernels/linear.py and kernels/expert_linear.py: one chain over D, then for each piece
 // of `rank_block` columns of h all of high before all of low. An adapter's Inf or NaN in B must not meet the zeros of other
 // rows: where adapters are mixed it is taken out of B, and put to its own rows behind the last stage.
@@ -25,6 +28,7 @@ extern "C" __device__ const int available = 0; // no wgmma: the kernels below ar
 static constexpr u32 BM = 128, BK = 64;
 static constexpr u32 MULTIPLY = 256, GATHER = 64, FETCH = 32, FIND = 32, THREADS = MULTIPLY + GATHER + FETCH + FIND;
 static constexpr u32 X_BYTES = BM * BK * 2;
+static constexpr u32 ENDING = 6; // CLAIMS: so many stages before its last one of D a block takes its next tile
 static constexpr u32 LAG = 2; // stages whose copies may be under way beside the newest
 static constexpr u32 MAX_SLICES = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 1024;
 static constexpr u32 ROWS = 0, EXPERT = 2; // modes, as in ops/linear_cuda.py (1: the plan's order)
@@ -52,7 +56,8 @@ struct __align__(64) Params {
     u32 mode, tile_group, flags; // tile_group: so many tiles of rows take turns at a block of W
     u32 slices;                  // 0, or the number of slices of N, one for each group of x and h
     u32 starts[MAX_SLICES + 1];
-    u32 unused[10];
+    u32 *taken; // CLAIMS: zero, tiles taken so far
+    u32 unused[8];
 };
 static_assert(sizeof(Params) == 576); // as ops/linear_cuda.py packs it
 
@@ -66,6 +71,7 @@ struct Info { // of a tile
     u32 list[BM], ends[BM]; // adapters that occur, and the number of the last stage of each + 1
     u32 steps;              // stages of LoRA
     u32 mixed;              // its rows do not all have one adapter
+    u32 index;              // CLAIMS: its number
 };
 
 template <u32 BLOCK_N> struct Shared {
@@ -77,6 +83,7 @@ template <u32 BLOCK_N> struct Shared {
     int ends[MAX_EXPERTS + 1];    // an expert's last route + 1, masked routes behind
     int tiles[MAX_EXPERTS + 1];   // … last tile + 1
     u64 full[STAGES], empty[STAGES], told[2], heard[2];
+    u64 claimed[2], ending; // CLAIMS: info.index is there; the tile is about to end
 };
 extern "C" __device__ const int shared_bytes_256 = sizeof(Shared<256>) + 1024;
 extern "C" __device__ const int shared_bytes_128 = sizeof(Shared<128>) + 1024;
@@ -128,6 +135,19 @@ template <u32 BN> __device__ __forceinline__ Tile tile_of(const Params &p, const
     return t;
 }
 
+// The tile that all parts of the block have in this turn; false: there are no more.
+template <bool CLAIMS, u32 BN>
+__device__ __forceinline__ bool next_tile(const Params &p, Shared<BN> &s, Tile &t, u32 turn, u32 row_tiles, u32 blocks) {
+    u32 index = blockIdx.x + turn * gridDim.x;
+    if constexpr (CLAIMS) {
+        wait(s.claimed[turn & 1], turn >> 1 & 1);
+        index = s.info[turn & 1].index;
+    }
+    if (index >= row_tiles * blocks) return false;
+    t = tile_of(p, s, index, row_tiles, blocks);
+    return true;
+}
+
 // --- adapters ---
 
 __device__ __forceinline__ u32 slot_of(const Params &p, u32 row) {
@@ -151,6 +171,7 @@ __device__ __forceinline__ const u16 *factor(const Params &p, const Tile &t, u32
     return p.b + slot * p.b_l + t.expert * p.b_e + (t.w_group + group) * p.b_g;
 }
 
+__device__ __forceinline__ u32 infinite2(u32 v) { return (v & 0x7f807f80u) + 0x00800080u & 0x80008000u; } // not 0: one of two is Inf or NaN
 __device__ __forceinline__ u32 finite2(u32 v) { // Inf and NaN are zeros
     if ((v & 0x7f80u) == 0x7f80u) v &= 0xffff0000u;
     if ((v & 0x7f800000u) == 0x7f800000u) v &= 0xffffu;
@@ -159,13 +180,19 @@ __device__ __forceinline__ u32 finite2(u32 v) { // Inf and NaN are zeros
 
 // --- finding ---
 
-template <u32 BN> __device__ __forceinline__ void find(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
+template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     const u32 lane = threadIdx.x % 32;
-    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
-        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+    Tile t;
+    for (u32 turn = 0;; ++turn) {
         Info &info = s.info[turn & 1];
-        const bool lora = p.h != nullptr && t.expert < p.experts;
         wait(s.heard[turn & 1], (turn >> 1 & 1) ^ 1);
+        if (CLAIMS && lane == 0) { // alone: from here on the others of the block may go on to the next phase of `ending`
+            if (turn) wait(s.ending, (turn - 1) & 1);
+            info.index = atomicAdd(p.taken, 1u);
+            arrive(s.claimed[turn & 1]);
+        }
+        if (!next_tile<CLAIMS>(p, s, t, turn, row_tiles, blocks)) break;
+        const bool lora = p.h != nullptr && t.expert < p.experts;
         if (lane < MAX_SLOTS / 32) s.mask[lane] = 0;
         __syncwarp();
         int rows[BM / 32];
@@ -209,16 +236,21 @@ template <u32 BN> __device__ __forceinline__ void find(const Params &p, Shared<B
 
 // --- fetching ---
 
-template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
+template <bool TRANSPOSED, bool CLAIMS, u32 BN>
+__device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     if (threadIdx.x % 32) return;
     const bool in_order = p.flags & IN_ORDER; // a tile's rows of x are one box
     u32 number = 0;                           // stages since the kernel began
-    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
-        const Tile t = tile_of(p, s, index, row_tiles, blocks);
-        for (u32 g = 0; g < (t.expert < p.experts ? p.sum_groups : 0); ++g) {
+    Tile t;
+    for (u32 turn = 0; next_tile<CLAIMS>(p, s, t, turn, row_tiles, blocks); ++turn) {
+        const u32 sums = t.expert < p.experts ? p.sum_groups : 0;
+        const u32 all = sums * ((p.features + BK - 1) / BK), ending = number + max(all, ENDING) - ENDING;
+        if (CLAIMS && all == 0) arrive(s.ending);
+        for (u32 g = 0; g < sums; ++g) {
 #pragma unroll 1
             for (u32 k = 0; k < p.features; k += BK, ++number) {
+                if (CLAIMS && number == ending) arrive(s.ending);
                 const u32 stage = number % STAGES, at = shared_address(s.stages[stage]);
                 wait(s.empty[stage], (number / STAGES & 1) ^ 1);
                 barrier_expect(shared_address(&s.full[stage]), in_order ? Shared<BN>::STAGE : Shared<BN>::W_BYTES);
@@ -315,14 +347,15 @@ template <class S> struct Ring {
     }
 };
 
-template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
+template <bool TRANSPOSED, bool CLAIMS, u32 BN>
+__device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     const u32 thread = threadIdx.x % GATHER, chunk = thread % 8, lead = thread / 8;
     const bool in_order = p.flags & IN_ORDER;
     const u32 tail = p.features % BK; // columns of the last stage, if it is not whole
     Ring<Shared<BN>> ring;
     bool waited = !(p.flags & OVERLAP);
-    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
-        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+    Tile t;
+    for (u32 turn = 0; next_tile<CLAIMS>(p, s, t, turn, row_tiles, blocks); ++turn) {
         const Info &info = s.info[turn & 1];
         const u32 begun = ring.issued;
         if (!in_order) wait(s.told[turn & 1], turn >> 1 & 1);
@@ -391,8 +424,9 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ bool take_nonfinit
         // a chunk of a row of B, or (transposed) of one of its columns
         const u32 row = TRANSPOSED ? i / (BN / 8) : i % BN, chunk = TRANSPOSED ? i % (BN / 8) : i / BN;
         const u32 from = at + (TRANSPOSED ? chunk / 8 * (64 * 128) : 0) + row * 128 + ((chunk ^ row) % 8) * 16;
-        const uint4 v = load16(from), finite = make_uint4(finite2(v.x), finite2(v.y), finite2(v.z), finite2(v.w));
-        if (v.x != finite.x || v.y != finite.y || v.z != finite.z || v.w != finite.w) found = true, store16(from, finite);
+        const uint4 v = load16(from);
+        if (infinite2(v.x) | infinite2(v.y) | infinite2(v.z) | infinite2(v.w))
+            found = true, store16(from, make_uint4(finite2(v.x), finite2(v.y), finite2(v.z), finite2(v.w)));
     }
     if (found) written_for_matrix_units();
     return any_of<MULTIPLY>(1, found);
@@ -418,12 +452,13 @@ __device__ __forceinline__ float bias_at(const Params &p, i64 at) {
     return p.flags & BIAS32 ? ((const float *)p.bias)[at] : bf16::widen(((const u16 *)p.bias)[at]);
 }
 
-template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
+template <bool TRANSPOSED, bool CLAIMS, u32 BN>
+__device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
     u32 used = 0; // stages since the kernel began
-    for (u32 index = blockIdx.x, turn = 0; index < row_tiles * blocks; index += gridDim.x, ++turn) {
-        const Tile t = tile_of(p, s, index, row_tiles, blocks);
+    Tile t;
+    for (u32 turn = 0; next_tile<CLAIMS>(p, s, t, turn, row_tiles, blocks); ++turn) {
         const Info &info = s.info[turn & 1];
         const bool masked = t.expert >= p.experts;
         float d[BN / 2];
@@ -564,7 +599,7 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void multiply_and_
     }
 }
 
-template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Params &p) {
+template <bool TRANSPOSED, bool CLAIMS, u32 BN> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Shared<BN> &s = *(Shared<BN> *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
     if (threadIdx.x == 0) {
@@ -575,7 +610,9 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Par
         for (u32 i = 0; i < 2; ++i) {
             barrier_init(shared_address(&s.told[i]), 1);
             barrier_init(shared_address(&s.heard[i]), (MULTIPLY + GATHER + FETCH) / 32);
+            barrier_init(shared_address(&s.claimed[i]), 1);
         }
+        barrier_init(shared_address(&s.ending), 1);
         barrier_init_fence();
     }
     u32 row_tiles = (p.rows + BM - 1) / BM;
@@ -612,31 +649,33 @@ template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ void run(const Par
     const u32 blocks = column_blocks<BN>(p);
     if (threadIdx.x < MULTIPLY) {
         if constexpr (BN > 64) more_registers<200>();
-        multiply_and_write<TRANSPOSED, BN>(p, s, row_tiles, blocks);
+        multiply_and_write<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
     } else {
         if constexpr (BN > 64) fewer_registers<104>();
-        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, BN>(p, s, row_tiles, blocks);
-        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, BN>(p, s, row_tiles, blocks);
-        else find(p, s, row_tiles, blocks);
+        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
+        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
+        else find<CLAIMS>(p, s, row_tiles, blocks);
     }
 }
 
 // 64: at most 128 registers a thread, though no more threads run: a shrink's block has some beside it.
-#define KERNEL(name, transposed, columns)                                                                                                           \
+#define KERNEL(name, transposed, claims, columns)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS) name(const __grid_constant__ Params p) {                            \
-        run<transposed, columns>(p);                                                                                                                \
+        run<transposed, claims, columns>(p);                                                                                                        \
     }
 #else
 extern "C" __device__ const int shared_bytes_256 = 0;
 extern "C" __device__ const int shared_bytes_128 = 0;
 extern "C" __device__ const int shared_bytes_64 = 0;
-#define KERNEL(name, transposed, columns)                                                                                                           \
+#define KERNEL(name, transposed, claims, columns)                                                                                                   \
     extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(linear_bf16_256, false, 256)
-KERNEL(linear_bf16_256_transposed, true, 256)
-KERNEL(linear_bf16_128, false, 128)
-KERNEL(linear_bf16_128_transposed, true, 128)
-KERNEL(linear_bf16_64, false, 64)
-KERNEL(linear_bf16_64_transposed, true, 64)
+KERNEL(linear_bf16_256, false, false, 256)
+KERNEL(linear_bf16_256_transposed, true, false, 256)
+KERNEL(linear_bf16_256_experts, false, true, 256)
+KERNEL(linear_bf16_256_experts_transposed, true, true, 256)
+KERNEL(linear_bf16_128, false, false, 128)
+KERNEL(linear_bf16_128_transposed, true, false, 128)
+KERNEL(linear_bf16_64, false, false, 64)
+KERNEL(linear_bf16_64_transposed, true, false, 64)

@@ -136,7 +136,7 @@ def test_nothing_is_left_to_compile(keys, monkeypatch, shape):
                     delta(rows, *factors, ids, adapters, scalings, ranks=ranks, plan=None, base=base)
                     assert keys == prepared, f"expert_delta at T = {tokens}"
     if s is SHAPES["many routes"]:
-        assert {"linear_bf16_256", "linear_bf16_256_transposed"} <= prepared, "csrc/linear.cu, y and the gradient of x"
+        assert {"linear_bf16_256_experts", "linear_bf16_256_experts_transposed"} <= prepared, "csrc/linear.cu, y and the gradient of x"
 
 
 def test_a_wrong_op_is_refused():

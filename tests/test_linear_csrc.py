@@ -582,7 +582,7 @@ def test_other_storage_of_experts(on_cpu, monkeypatch):
     experts(on_cpu, monkeypatch, c)
     c = build_routes("per expert", experts=5, weights="transposed", **EXPERTS)
     experts(on_cpu, monkeypatch, replace(c, b=place(c.b, "transposed"), x=place(c.x, "slice")))
-    assert on_cpu.last == "linear_bf16_256_transposed"
+    assert on_cpu.last == "linear_bf16_256_experts_transposed"
 
 
 @pytest.mark.parametrize("factors", ["per expert", "an A each", "both shared"])
@@ -625,7 +625,7 @@ def test_gradient_of_x_of_experts(on_cpu, monkeypatch, factors, weights):
         )
         assert_equal(got, rounded(want, dtype), f"seed {on_cpu.seed - 1}")
         values = on_cpu.launches.pop()[1]
-        assert on_cpu.last == "linear_bf16_256_transposed" and values[SUMS_AT : SUMS_AT + 2] == (
+        assert on_cpu.last == "linear_bf16_256_experts_transposed" and values[SUMS_AT : SUMS_AT + 2] == (
             w.shape[1] if w.dim() == 4 else 1,
             a.shape[2],
         )

@@ -301,7 +301,8 @@ class Params(ctypes.Structure):
         *[(n, ctypes.c_uint32) for n in "x_t h_t rows slots features columns rank experts x_div h_div id_div groups".split()],
         *[(n, ctypes.c_uint32) for n in "sum_groups h_groups rank_block mode tile_group flags slices".split()],
         ("starts", ctypes.c_uint32 * 9),
-        ("unused", ctypes.c_uint32 * 10),
+        ("taken", ctypes.c_void_p),
+        ("unused", ctypes.c_uint32 * 8),
     ]
 
 
@@ -363,8 +364,10 @@ def test_flags_strides_and_slices(launched, maps):
     assert len(maps.calls) == 1 and list(p.x_map) == [0] * 16 and not how["pdl"]
     p, _, how = launched(h=None, b=None, ids=None)
     assert p.flags == F.IN_ORDER and (p.h, p.b, p.ids, p.slots, p.rank) == (None, None, None, 0, 0) and not how["pdl"], "nothing ahead"
-    for mode in (F.SORTED, F.EXPERT):
-        assert launched(mode=mode, plan=torch.zeros(200, dtype=torch.int32))[0].flags == F.OVERLAP
+    for mode, experts in ((F.SORTED, ""), (F.EXPERT, "_experts")):
+        p, function, _ = launched(mode=mode, plan=torch.zeros(200, dtype=torch.int32))
+        assert p.flags == F.OVERLAP and function == (f"linear_bf16_256{experts}", 200_000)
+        assert bool(p.taken) == bool(experts), "what blocks take their tiles from"
     assert launched(x=empty(1, 2, 64).expand(130, 2, 64))[0].flags == F.OVERLAP, "a map has no stride of 0"
     p, function, _ = launched(w=empty(3, 2, 64, 24).transpose(2, 3), b=empty(4, 3, 2, 16, 24).transpose(3, 4))
     assert function == ("linear_bf16_256_transposed", 200_000) and p.b_n == 24, "that of r"

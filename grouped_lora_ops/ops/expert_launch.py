@@ -142,14 +142,15 @@ class Operands(NamedTuple):
     b: Tensor | None  # [L, E|1, G, N, r]
     bias: Tensor | None  # [E, G, N]
     problem: launch_experts.ExpertProblem
+    taken: Tensor | None  # csrc/linear.cu's counter, filled ahead of h, for what makes h is what that may overlap
 
 
 def operands(
     name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None,
-    ranks: Tensor | None, groups: int,
+    ranks: Tensor | None, groups: int, counts: bool = False,
 ) -> Operands:  # fmt: skip
-    """Views of the operands in `groups` groups or more, and h, by the shrink's launch."""
-    a = b = h = None
+    """Views of the operands in `groups` groups or more, and h, by the shrink's launch; counts: `run_linear` is to have them."""
+    a = b = h = taken = None
     if lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0:
         a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
     groups = max(groups, weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
@@ -158,10 +159,12 @@ def operands(
     if a is not None:
         if b.shape[2] != groups:
             b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
+        if counts and common.configured(launch_experts.linear, p).cuda:
+            taken = linear_cuda.counter(x.device)
         h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, config=common.configured(launch_experts.shrink, p))
     if bias is not None and bias.dim() == 2:
         bias = bias.unflatten(1, (groups, bias.shape[1] // groups))
-    return Operands(w, h, b, bias, p)
+    return Operands(w, h, b, bias, p, taken)
 
 
 def projection(
@@ -190,9 +193,9 @@ def projection(
     if to.experts == 0:
         fill_base(None, out)
         return out
-    w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1)
+    w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, counts=True)
     config = common.configured(launch_experts.linear, p)
-    run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config)
+    run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config, taken)
     return out
 
 
@@ -210,13 +213,16 @@ def run_linear(
     weights: Tensor | None,
     staged: bool,
     config: launch_experts.ExpertLinearConfig,
+    taken: Tensor | None = None,  # as `Operands` has it
 ) -> None:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight, by csrc/linear.cu where the choice and the layouts allow it."""
     if config.cuda and to.plan is not None and linear_cuda.fits(x, w, h, b, bias, out, None):
         h_div = to.top_k if h is not None and h.shape[1] != to.routes else 1
         divs = (to.top_k if to.per_token(x) else 1, h_div, to.top_k)
         tiling = linear_cuda.Tiling(linear_cuda.EXPERT, config.rank_block, 1, common.facts(x)[1], config.pdl)
-        if linear_cuda.product(name, x, w, h, b, bias, out, to.adapters, divs, to.plan, ranks, scalings, weights, staged, None, tiling):
+        if linear_cuda.product(
+            name, x, w, h, b, bias, out, to.adapters, divs, to.plan, ranks, scalings, weights, staged, None, tiling, taken
+        ):  # fmt: skip
             return
     from ..kernels import expert_linear as kernels
 
@@ -267,7 +273,7 @@ def activated_projection(
         return out
     from ..kernels import expert_gate_up as kernels
 
-    w, h, b, bias, p = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, groups)
+    w, h, b, bias, p, _ = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, groups)
     kernels.gate_up(
         name, x, w, h, b, bias, out, to.per_token(x), to.ids, to.adapters, to.plan, ranks, scalings, weights, activation,
         limit, to.experts, to.slots, to.room, common.configured(launch_experts.gate_up, p),

@@ -13,8 +13,8 @@ from .common import rows_of_vectors, slice_starts, stride
 THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
 ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
 IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32, 64
-# struct Params: tensor maps of W and x; x h b bias out ids plan ranks weights; strides; x_t, sizes and flags; where slices start
-LAYOUT = "P15QP15Q9P12q28I10I"
+# struct Params: tensor maps of W and x; x h b bias out ids plan ranks weights; strides; x_t, sizes and flags; where slices start; taken
+LAYOUT = "P15QP15Q9P12q28IP8I"
 BOX_M = 128  # rows of x that TMA brings at once where they follow one another
 BOX_N, BOX_K = 128, 64  # of W's rows and columns that TMA brings at once; 64 × 64 where its elements lie side by side along N
 
@@ -67,6 +67,11 @@ def _map_of(w: Tensor, along_n: bool, columns: int) -> list[int]:
     return driver.tensor_map(w, order, box)
 
 
+def counter(device: torch.device) -> Tensor:
+    """What blocks take their tiles from: of one launch."""
+    return driver.zeros((1,), torch.int32, device)
+
+
 class Tiling(NamedTuple):
     """How the work is cut and dealt out."""
 
@@ -95,6 +100,7 @@ def product(
     staged: bool,
     sizes: tuple | None,
     tiling: Tiling,
+    taken: Tensor | None = None,  # EXPERT: `counter`, made ahead of what the launch may overlap
 ) -> bool:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
     this GPU has no such kernel.
@@ -108,7 +114,7 @@ def product(
     sums = (w.shape[1], 1 if b is None else b.shape[2]) if groups == 1 and sizes is None else (1, 1)
     along_n = transposed(w)
     shared = module.constant(name, f"shared_bytes_{tile_columns}")
-    kernel = f"linear_bf16_{tile_columns}{'_transposed' if along_n else ''}"
+    kernel = f"linear_bf16_{tile_columns}{'_experts' if mode == EXPERT else ''}{'_transposed' if along_n else ''}"
     function = module.function(name, kernel, shared)
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
@@ -117,6 +123,8 @@ def product(
     flags |= WEIGHTS32 if weights is not None and weights.dtype == torch.float32 else 0
     flags |= (STAGED if staged else 0) | (OVERLAP if overlap and h is not None else 0)
     words, both = _map_of(w, along_n, tile_columns), h
+    if mode == EXPERT and taken is None:
+        taken = counter(x.device)
     if h is not None and h.dtype == torch.float32:
         from ..kernels.halves import halves
 
@@ -133,7 +141,8 @@ def product(
         stride(bias, 0), stride(bias, 1), stride(out, 0), stride(out, 1), 0 if weights is None else weights.stride(0),
         2 * stride(x, 0), 2 * stride(both, 0), rows, 0 if h is None else b.shape[0], x.shape[2], columns, 0 if h is None else h.shape[3], w.shape[0],
         *divs, groups, *sums, rank_block, mode, tile_group, flags,
-        0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), *[0] * 10,
+        0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES),
+        taken, *[0] * 8,
     )  # fmt: skip
     cuda.launch(function, (programs, 1, 1), THREADS, LAYOUT, values, shared=shared, pdl=bool(flags & OVERLAP))
     return True
