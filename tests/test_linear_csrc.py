@@ -495,10 +495,11 @@ def routing_of(c, lora=True):
 
 
 def experts(on_cpu, monkeypatch, c, *, bias=True, weighted=True, staged=False, lora=True, chunks=1, pdl=True):
-    """y of `projection`, the shrink's h made by torch."""
+    """y of `projection`, the shrink's h made by torch, in so many chunks; 0: by the shrink."""
     generator = torch.Generator().manual_seed(3)
 
-    def shrink(name, x, a, groups, to, ranks, config=None):
+    def shrink(name, x, a, groups, to, ranks, scalings=None, config=None, halves=False):
+        assert scalings is None and not halves
         h = route_h(c, route_rows(c.x, c.ids)[:, None], a)
         if a.shape[1] > 1 or not to.per_token(c.x):
             return in_pieces(h, chunks, generator)
@@ -506,7 +507,9 @@ def experts(on_cpu, monkeypatch, c, *, bias=True, weighted=True, staged=False, l
         return torch.where(each[:, 0].isnan(), each[:, 1], each[:, 0])[None].contiguous()
 
     use_cuda(monkeypatch, pdl)
-    monkeypatch.setattr(expert_launch, "run_shrink", shrink)
+    if chunks:
+        monkeypatch.setattr(expert_launch, "run_shrink", shrink)
+        monkeypatch.setattr(expert_launch, "_reads_halves", lambda *args: False)
     out, untouched = room_for(on_cpu, c.base)
     placed = replace(c, x=on_cpu.edge(c.x), weight=on_cpu.edge(c.weight), b=on_cpu.edge(c.b), bias=on_cpu.edge(c.bias))
     placed.row_weights = on_cpu.edge(c.row_weights)
@@ -541,6 +544,22 @@ def test_experts(on_cpu, monkeypatch, factors, weights):
             factors, experts=5, weights=weights, per_route=per_route, ranks=[16, 5, 0], **EXPERTS | dict(out=272)
         )
         experts(on_cpu, monkeypatch, c, chunks=2, pdl=per_route)
+
+
+@pytest.mark.parametrize("factors", ["per expert", "an A each", "A shared"])
+def test_the_shrink_of_experts_writes_what_the_kernel_reads(on_cpu, monkeypatch, factors):
+    """A whole shrink leaves nothing to kernels/halves.py, if routes have an h each; a split one does."""
+    made, halves = [], kernels.halves
+    monkeypatch.setattr(kernels, "halves", lambda *args: made.append(args[1].shape) or halves(*args))
+    for rank, features, split, per_route in ((16, 136, False, False), (40, 520, False, True), (16, 520, True, True)):
+        c = build_routes(
+            factors, experts=5, per_route=per_route, ranks=[rank, 5, 0], **EXPERTS | dict(rank=rank, features=features, out=80)
+        )
+        monkeypatch.setattr(launch_experts, "shrink", lambda p, *a: launch_experts.shrink_with(p, 16, block_c=16, split=split))
+        common.configured.cache_clear()
+        experts(on_cpu, monkeypatch, c, chunks=0, pdl=False)
+        assert bool(made) == (split or (factors == "A shared" and not per_route)), (rank, made)
+        made.clear()
 
 
 @pytest.mark.parametrize("rank", [8, 24, 32, 40, 64, 72, 128, 200])

@@ -1,5 +1,6 @@
 """h = x Aᵀ over routes: a program per (tile of routes, block of h's columns, chunk of D, group of x)."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from ..launch_experts import ExpertShrinkConfig, cdiv
 from .expert_tile import expert_tile
 from .shrink import strides
-from .tile import dot, launch, unit_axis, vector_width
+from .tile import dot, launch, scaled, split, unit_axis, vector_width
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def expert_shrink_kernel(
     a_l: "i64", a_e: "i64", a_g: "i64", a_r: "i64", a_d: "i64", h_c: "i64", h_m: "i64", h_g: "i64",
     GROUPS: tl.constexpr, SUM_GROUPS: tl.constexpr, MODE: tl.constexpr, PLAN_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, FILL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, FILL: tl.constexpr, HALVES: tl.constexpr,
     X_VEC: tl.constexpr, X_UNIT: tl.constexpr, A_VEC: tl.constexpr, A_UNIT: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -64,7 +65,8 @@ def expert_shrink_kernel(
     Route m reads row m // x_div of x. GROUPS: groups of A that read the same x; h's columns run through all of them,
     so that x is read once. Grid axis 2 is the groups that have an x each (then GROUPS is 1). SUM_GROUPS: h sums over so
     many groups of x and a. SPLIT: one chunk a program, its sum at h[chunk]. FILL: zeros where there is no adapter and
-    past the rank; without it h holds nothing there, and nobody may read it.
+    past the rank; without it h holds nothing there, and nobody may read it. HALVES (then nothing is split): h is bf16, a row's
+    high parts, then its low ones, as kernels/halves.py makes them; R and its strides are multiples of 8.
     """
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
         tl.extra.cuda.gdc_wait()
@@ -90,6 +92,10 @@ def expert_shrink_kernel(
     group = c // (R_BLOCKS * BLOCK_R)
     r = c % (R_BLOCKS * BLOCK_R)
     wide_rows = rows.to(tl.int64)
+    if HALVES:
+        h_g = h_g // 8 * 8
+        h_m = h_m // 8 * 8
+        R = R // 8 * 8
     out = h + chunk * h_c + x_group * h_g + wide_rows[:, None] * h_m + (group * h_g + r)[None, :]
     if X_UNIT == 2:
         x_d = 1
@@ -123,16 +129,24 @@ def expert_shrink_kernel(
             BLOCK_M, BLOCK_C, BLOCK_K, CHUNK, first, last, EVEN_K, PRECISION,
         )  # fmt: skip
     total = tl.where((r < rank)[None, :], total, 0.0)
-    if scalings is not None:
-        total *= tl.load(scalings + slot, mask=slot < L, other=0.0)
-    tl.store(out, total, mask=inside[:, None] & (r < R)[None, :])
+    written = inside[:, None] & (r < R)[None, :]
+    if HALVES:
+        if scalings is not None:
+            total = scaled(total, tl.load(scalings + slot, mask=slot < L, other=0.0))
+        high, low, _ = split(total, tl.bfloat16)
+        tl.store(out, high, mask=written)
+        tl.store(out + R, low, mask=written)
+    else:
+        if scalings is not None:
+            total *= tl.load(scalings + slot, mask=slot < L, other=0.0)
+        tl.store(out, total, mask=written)
 
 
 def shrink(
     name: str,
     x: Tensor,  # [M or T, G or 1, D]
     a: Tensor,  # [L, E|1, G or 1, r, D]
-    h: Tensor,  # [chunks, M, G or 1, r] float32, the last two axes dense
+    h: Tensor,  # [chunks, M, G or 1, r] float32, the last two axes dense; or [M, G or 1, 2, r] bf16, dense, r a multiple of 8
     per_token: bool,  # x is [T, …]
     ids: Tensor,  # [T, K]
     adapters: Tensor | None,
@@ -144,11 +158,14 @@ def shrink(
     fill: bool,
     config: ExpertShrinkConfig,
 ) -> None:
-    """Write h = x Aᵀ (· scaling), all of it or chunk by chunk (config.split).
+    """Write h = x Aᵀ (· scaling), all of it or chunk by chunk (config.split); bf16: its high and low parts, all of it.
 
     x with G groups and A with G: every group its own; x with one: all groups of A read it; h with one group of two of
     x and A: their sum.
     """
+    in_halves = h.dtype == torch.bfloat16
+    if in_halves:
+        h = h[None, :, :, 0]
     routes, groups = h.shape[1], h.shape[2]
     slots, features, rank = a.shape[0], x.shape[2], a.shape[3]
     x_groups, sum_groups, columns = 1, 1, groups
@@ -178,7 +195,7 @@ def shrink(
         ),
         (
             columns, sum_groups, config.mode, config.plan_rows, config.block_m, block_c, config.rank_block, r_blocks,
-            config.block_k, config.chunk, config.chunks, config.split, fill, x_vec, x_unit, a_vec, a_unit,
+            config.block_k, config.chunk, config.chunks, config.split, fill, in_halves, x_vec, x_unit, a_vec, a_unit,
             features % config.block_k == 0, config.precision, config.pdl,
         ),
         config.num_warps,

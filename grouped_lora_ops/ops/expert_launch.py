@@ -83,10 +83,12 @@ def run_shrink(
     scalings: Tensor | None = None,
     fill: bool = False,
     config: launch_experts.ExpertShrinkConfig | None = None,
+    halves: bool = False,
 ) -> Tensor:
     """h [chunks, M, G, r] float32 of every route; [1, T, G, r] where A is shared and x has a row for each token.
 
-    fill: zeros in routes without an adapter, which else hold nothing; the per-token h has them always.
+    fill: zeros in routes without an adapter, which else hold nothing; the per-token h has them always. halves: [M, G, 2, r], in
+    two bf16, for a shrink that is not split.
     """
     rank, features = a.shape[3], x.shape[2]
     per_token = to.per_token(x)
@@ -103,7 +105,10 @@ def run_shrink(
         p = problem(x, to, groups, groups if x.shape[1] == 1 else 1, features, 0, rank)
         config = common.configured(launch_experts.shrink, p, False)
     chunks = config.chunks if config.split else 1
-    h = driver.empty((chunks, to.routes, groups, rank), torch.float32, x.device)
+    shape, dtype = (chunks, to.routes, groups, rank), torch.float32
+    if halves:
+        shape, dtype = (to.routes, groups, 2, rank), x.dtype
+    h = driver.empty(shape, dtype, x.device)
     kernels.shrink(
         name, x, a, h, per_token, to.ids, to.adapters, to.plan, ranks, scalings, to.experts, to.room, fill, config
     )
@@ -138,7 +143,7 @@ class Operands(NamedTuple):
     """What a projection's kernel reads, all with one number of groups: 2 where anything has an axis of halves."""
 
     w: Tensor  # [E, G, N, D]
-    h: Tensor | None  # [chunks, M or T, G or 1, r]
+    h: Tensor | None  # [chunks, M or T, G or 1, r]; or [M, G or 1, 2, r], scaling · h in two bf16
     b: Tensor | None  # [L, E|1, G, N, r]
     bias: Tensor | None  # [E, G, N]
     problem: launch_experts.ExpertProblem
@@ -147,24 +152,34 @@ class Operands(NamedTuple):
 
 def operands(
     name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None,
-    ranks: Tensor | None, groups: int, counts: bool = False,
+    ranks: Tensor | None, groups: int, scalings: Tensor | None = None, out: Tensor | None = None,
 ) -> Operands:  # fmt: skip
-    """Views of the operands in `groups` groups or more, and h, by the shrink's launch; counts: `run_linear` is to have them."""
+    """Views of the operands in `groups` groups or more, and h, by the shrink's launch. out [M, N]: where `run_linear` is to write."""
     a = b = h = taken = None
     if lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0:
         a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
     groups = max(groups, weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
     w = weight if weight.dim() == 4 else weight.unflatten(1, (groups, weight.shape[1] // groups))
     p = problem(x, to, groups, 1 if a is None else a.shape[2], x.shape[1], w.shape[2], 0 if a is None else a.shape[3])
+    if bias is not None and bias.dim() == 2:
+        bias = bias.unflatten(1, (groups, bias.shape[1] // groups))
     if a is not None:
         if b.shape[2] != groups:
             b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
-        if counts and common.configured(launch_experts.linear, p).cuda:
+        config, halves = common.configured(launch_experts.shrink, p), False
+        if out is not None and common.configured(launch_experts.linear, p).cuda:
             taken = linear_cuda.counter(x.device)
-        h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, config=common.configured(launch_experts.shrink, p))
-    if bias is not None and bias.dim() == 2:
-        bias = bias.unflatten(1, (groups, bias.shape[1] // groups))
+            halves = not config.split and _reads_halves(name, x, w, a, b, bias, outer(out, groups), to)
+        h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, scalings if halves else None, config=config, halves=halves)
     return Operands(w, h, b, bias, p, taken)
+
+
+def _reads_halves(name: str, x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, to: Routing) -> bool:
+    """Whether csrc/linear.cu, which the choice names, takes the product, with an h for every route."""
+    if to.plan is None or (a.shape[1] == 1 and to.per_token(x)) or linear_cuda.loaded(name, out) is None:
+        return False
+    h = torch.empty(to.routes, a.shape[2], 2, a.shape[3], dtype=x.dtype, device="meta")
+    return linear_cuda.fits(x[:, None], w, h, b, bias, out, None)
 
 
 def projection(
@@ -193,7 +208,7 @@ def projection(
     if to.experts == 0:
         fill_base(None, out)
         return out
-    w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, counts=True)
+    w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, out)
     config = common.configured(launch_experts.linear, p)
     run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config, taken)
     return out
@@ -203,7 +218,7 @@ def run_linear(
     name: str,
     x: Tensor,  # [M or T, G or 1, D]
     w: Tensor,  # [E, G, N, D]
-    h: Tensor | None,  # [chunks, M or T, G' or 1, r]
+    h: Tensor | None,  # [chunks, M or T, G' or 1, r]; or [M, G' or 1, 2, r], scaling · h in two bf16, where csrc/linear.cu is known to run
     b: Tensor | None,  # [L, E|1, G', N, r]
     bias: Tensor | None,  # [E, G, N]
     out: Tensor,  # [M, G, N]; with one group: the sum over all groups of x and w, and of h and b
@@ -217,7 +232,8 @@ def run_linear(
 ) -> None:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight, by csrc/linear.cu where the choice and the layouts allow it."""
     if config.cuda and to.plan is not None and linear_cuda.fits(x, w, h, b, bias, out, None):
-        h_div = to.top_k if h is not None and h.shape[1] != to.routes else 1
+        per_route = h is None or h.shape[0 if h.dtype == x.dtype else 1] == to.routes
+        h_div = 1 if per_route else to.top_k
         divs = (to.top_k if to.per_token(x) else 1, h_div, to.top_k)
         tiling = linear_cuda.Tiling(linear_cuda.EXPERT, config.rank_block, 1, common.facts(x)[1], config.pdl)
         if linear_cuda.product(
