@@ -56,7 +56,7 @@ inline std::vector<Quarter> quarters;
 inline std::vector<Piece> pieces;
 inline std::vector<u8> unfenced; // of shared memory, in 16 bytes
 inline std::map<u32, Named> named;
-inline u32 registers, speeds[32], landing, multiplying, arriving; // chances: one in so many rounds
+inline u32 seed_of_run, registers, speeds[32], landing, multiplying, arriving; // chances: one in so many rounds
 inline u8 *hidden; // what the kernel ahead writes, and how much of it
 inline size_t hidden_bytes;
 inline std::vector<u8> hidden_copy;
@@ -279,7 +279,7 @@ inline void show() {
 inline const char *run_grid(u32 count, u32 size, u32 shared, u32 seed, void *from_ahead, size_t from_ahead_bytes, std::function<void()> body) {
     static const u32 chances[] = {1, 2, 4, 16};
     std::mt19937 draw(seed);
-    grid = {count};
+    grid = {count}, seed_of_run = seed;
     for (u32 i = 0; i < count; ++i) {
         const u32 b = seed % 2 ? i : count - 1 - i;
         lanes.assign(size, {}), quarters.assign(size / 32, {}), pieces.clear(), named.clear(), unfenced.assign(shared / 16 + 1, 0);
@@ -314,7 +314,19 @@ inline const char *run_grid(u32 count, u32 size, u32 shared, u32 seed, void *fro
 // --- what csrc/tile.cuh and csrc/hopper.cuh have ---
 
 inline u32 __ffs(u32 v) { return __builtin_ffs(v); }
-inline u32 atomicAdd(u32 *at, u32 more) { return (*at += more) - more; }
+// Of a counter in global memory blocks take numbers one by one: as they run one after the other here, each number is some block's from
+// the start, at random.
+inline u32 atomicAdd(u32 *at, u32 more) {
+    const cpu::Block &b = *cpu::now->block;
+    if ((u8 *)at >= b.memory && (u8 *)at < b.memory + b.shared) return (*at += more) - more;
+    if (more != 1) cpu::fail("a counter in global memory that is not counted by ones");
+    const u32 mine = blockIdx.x;
+    if (*at >> 24 != mine + 1) *at = (mine + 1) << 24; // this block's first
+    for (u32 i = *at & 0xffffff;; ++i) {
+        const u32 whose = (u32)(((u64)(i + cpu::seed_of_run) * 2654435761u >> 7) % gridDim.x);
+        if (whose == mine) return *at = ((mine + 1) << 24) + i + 1, i;
+    }
+}
 template <class V> V __shfl_sync(u32, V value, u32 from) { return cpu::exchange(value, from); }
 template <class V> V __shfl_xor_sync(u32, V value, u32 with) { return cpu::exchange(value, threadIdx.x % 32 ^ with); }
 inline bool __any_sync(u32 mask, bool value) { return __ballot_sync(mask, value) != 0; }
