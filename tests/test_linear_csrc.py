@@ -555,7 +555,7 @@ def test_the_shrink_of_experts_writes_what_the_kernel_reads(on_cpu, monkeypatch,
         c = build_routes(
             factors, experts=5, per_route=per_route, ranks=[rank, 5, 0], **EXPERTS | dict(rank=rank, features=features, out=80)
         )
-        monkeypatch.setattr(launch_experts, "shrink", lambda p, *a: launch_experts.shrink_with(p, 16, block_c=16, split=split))
+        monkeypatch.setattr(launch_experts, "shrink", lambda p, *a, split=split: launch_experts.shrink_with(p, 16, block_c=16, split=split))
         common.configured.cache_clear()
         experts(on_cpu, monkeypatch, c, chunks=0, pdl=False)
         assert bool(made) == (split or (factors == "A shared" and not per_route)), (rank, made)
