@@ -17,7 +17,9 @@ KB = 1024
 # arch: multiprocessors, shared memory of a block, how much is compiled
 TARGETS = {"sm_90": (132, 227 * KB, "all"), "sm_120": (170, 99 * KB, "quick")}
 PRODUCTS = ("expert_shrink_kernel", "expert_expand_kernel", "expert_delta_kernel", "expert_linear_kernel", "gate_up_kernel")
-# Bytes of stack on sm_90, whose tiles are tuned, by newer Tritons: (kernel, dtype, MODE, BLOCK_M, BLOCK_R). 3.6 spills none.
+# Bytes of stack on sm_90, whose tiles are tuned: (kernel, dtype, MODE, BLOCK_M, BLOCK_R). 64 rows by 128 columns and 4 warps are faster than
+# what does not spill (768 µs, 776 by 64 columns, 803 by 8 warps: bench/NOTES.md). Newer Tritons' stand apart.
+SPILLS = {("expert_shrink_kernel", dtype, 1, 64, 64): 200 for dtype in ("*bf16", "*fp16")}
 SPILLS_FROM_TRITON_3_8 = {("gate_up_kernel", "*bf16", 2, 64, 128): 536}
 SPILLS_FROM_TRITON_3_9 = {("gate_up_kernel", "*bf16", 2, 64, 128): 72, ("expert_linear_kernel", "*bf16", 2, 64, 128): 56}
 ROWS = ("activation_kernel", "activation_backward_kernel", "combine_kernel", "weighted_kernel", "row_dot_kernel")
@@ -29,7 +31,7 @@ def test_they_fit(arch, tmp_path):
     triton = pytest.importorskip("triton")
     release = tuple(map(int, triton.__version__.split(".")[:2]))
     newer = SPILLS_FROM_TRITON_3_9 if release >= (3, 9) else SPILLS_FROM_TRITON_3_8 if release >= (3, 8) else {}
-    spills = newer if arch == "sm_90" else {}
+    spills = SPILLS | newer if arch == "sm_90" else {}
     sms, shared, how = TARGETS[arch]
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env.update(TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
