@@ -256,8 +256,9 @@ def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
     block_m = 64 if rows >= 48 else 32 if rows >= 32 else 16
     block_c = min(columns, 128)
     if block_c >= 128:
-        # H200, qwen3-30b gate_up r 64 S4 T = 4096 (64 rows): expert_linear 768 µs, by 8 warps 803; dsv3 (32 rows): 6632, 6827
-        return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=4, num_stages=4 if block_m == 32 else 3)
+        if width <= 64:  # H200, qwen3-30b gate_up r 64 S4 T = 4096 (64 rows): expert_linear 768 µs, by 8 warps 803; dsv3 (32 rows): 6632, 6827
+            return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=4, num_stages=4 if block_m == 32 else 3)
+        return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=8 if block_m > 16 else 4, num_stages=3)
     return shrink_with(p, block_m, block_c=block_c, block_k=128 if block_m <= 32 else 64, num_stages=3 if block_c > 32 and block_m <= 32 else 4)
 
 
