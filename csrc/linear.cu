@@ -457,6 +457,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
     u32 used = 0; // stages since the kernel began
+    bool waited = !(p.flags & OVERLAP);
     Tile t;
     for (u32 turn = 0; next_tile<CLAIMS>(p, s, t, turn, row_tiles, blocks); ++turn) {
         const Info &info = s.info[turn & 1];
@@ -520,6 +521,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             if (steps + more > 0 && lane == 0) arrive(s.empty[(used - 1) % STAGES]);
         }
 
+        if (!waited) wait_for_producer(), waited = true; // y may lie where the kernel ahead reads for the last time
         const u32 quad = lane % 4;
         const u32 in_tile = upper * 64 + warp % 4 * 16 + lane / 4;
         int rows[2] = {info.rows[in_tile], info.rows[in_tile + 8]};

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from compile_kernels import compiled, jobs, record
 
-from grouped_lora_ops.ops import common, expert_cuda
+from grouped_lora_ops import launch_experts
+from grouped_lora_ops.ops import common, expert_cuda, expert_launch
 
 expert_plan = importlib.import_module("grouped_lora_ops.ops.expert_plan")
 
@@ -36,6 +37,10 @@ CASES = [
     (1500, 128, 4, 16, 512, 256, torch.float32),
 ]
 QUICK = 2
+# Shrinks ahead of csrc/linear.cu, which no CPU has: T, E, L, r, D, groups of A.
+AHEAD = [
+    (4096, 128, 4, 64, 2048, 2), (4096, 128, 4, 64, 768, 1), (4096, 256, 4, 64, 7168, 2), (512, 8, 2, 128, 2048, 1), (4096, 128, 1, 16, 2048, 2),
+]  # fmt: skip
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -70,6 +75,14 @@ def main(arch: str, sms: int, quick: bool) -> None:
             expert_cuda.mlp_backward(x, h1, *layer, "swigluoai", 7.0, "post_down", ranks, None, needs)
             expert_cuda.delta_backward(h1, x, *gate_up, ids, adapters, scalings, None, ranks, None, [True] * 3 + [False])
         expert_cuda.delta(a, *down, ids, adapters, scalings, h2, None, ranks, None)
+    for tokens, experts, slots, rank, features, groups in AHEAD[:1] if quick else AHEAD:
+        ids, adapters = torch.zeros(tokens, 8, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32) if slots > 1 else None
+        to = expert_launch.routing(ids, adapters, experts, slots, None)
+        x, a = empty(8 * tokens, 1, features), empty(slots, experts, groups, rank, features)
+        p = expert_launch.problem(x, to, groups, groups, features, 0, rank)
+        ranks = torch.full((slots,), rank, dtype=torch.int32)
+        config = launch_experts.shrink(p, False)
+        expert_launch.run_shrink("expert_linear", x, a, groups, to, ranks, torch.ones(slots), False, config, True)
     for tokens, experts, slots in ((64, 128, 1), (4096, 128, 4), (4096, 256, 1), (8192, 256, 64)):
         expert_plan.build(torch.zeros(tokens, 8, dtype=torch.int32), None, experts, slots)
     capability = int(arch.removeprefix("sm_"))

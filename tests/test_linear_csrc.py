@@ -509,7 +509,7 @@ def experts(on_cpu, monkeypatch, c, *, bias=True, weighted=True, staged=False, l
     use_cuda(monkeypatch, pdl)
     if chunks:
         monkeypatch.setattr(expert_launch, "run_shrink", shrink)
-        monkeypatch.setattr(expert_launch, "_reads_halves", lambda *args: False)
+        monkeypatch.setattr(expert_launch, "_takes_cuda", lambda *args: False)  # float32 h
     out, untouched = room_for(on_cpu, c.base)
     placed = replace(c, x=on_cpu.edge(c.x), weight=on_cpu.edge(c.weight), b=on_cpu.edge(c.b), bias=on_cpu.edge(c.bias))
     placed.row_weights = on_cpu.edge(c.row_weights)
@@ -694,6 +694,27 @@ def test_no_columns_of_x():
     x, w, out = (torch.empty(*shape, dtype=BF16) for shape in ((200, 1, 64), (1, 1, 40, 64), (200, 1, 40)))
     assert linear_cuda.fits(x, w, None, None, None, out, None)
     assert not linear_cuda.fits(x[..., :0], w[..., :0], None, None, None, out, None)
+
+
+def test_y_is_written_behind_the_kernel_ahead(library, monkeypatch, tmp_path):
+    """Tiles that need no h could be done while the shrink still runs, and y may lie where that reads for the last time."""
+    write, ahead = "*(uint4 *)to = masked ?", "            wait_for_producer();\n"
+    text = (ROOT / "csrc/linear.cu").read_text()
+    assert text.count(write) == 1 and text.count(ahead) == 1, "where the gatherers wait"
+
+    def change(text):
+        text = text.replace(write, f'if (cpu::is_hidden) cpu::fail("y is written while the kernel ahead runs"); {write}')
+        text = text.replace(ahead, f"for (u32 i = 0; i < 3000; ++i) cpu::yield();\n{ahead}")
+        return re.sub(r"^KERNEL\((?!linear_bf16_256_experts,).*$", "", text, flags=re.MULTILINE)
+
+    on_cpu = OnCpu(compiled(tmp_path, change), monkeypatch)
+    for ids, adapters in ((routes([0, 130, 20, 64, 0], 300), "random"), (IDS, None)):
+        c = build_routes("per expert", experts=5, **EXPERTS | dict(ids=ids, out=16), adapter_ids="random")
+        if adapters is None:
+            c.adapter_ids[:] = -1
+        for _ in range(3):
+            experts(on_cpu, monkeypatch, c)
+    on_cpu.close()
 
 
 FAULTS = {

@@ -93,6 +93,7 @@ def expert_shrink_kernel(
     r = c % (R_BLOCKS * BLOCK_R)
     wide_rows = rows.to(tl.int64)
     if HALVES:
+        h_c = h_c // 8 * 8
         h_g = h_g // 8 * 8
         h_m = h_m // 8 * 8
         R = R // 8 * 8

@@ -167,16 +167,16 @@ def operands(
         if b.shape[2] != groups:
             b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
         config, halves = common.configured(launch_experts.shrink, p), False
-        if out is not None and common.configured(launch_experts.linear, p).cuda:
+        if out is not None and common.configured(launch_experts.linear, p).cuda and _takes_cuda(name, x, w, a, b, bias, outer(out, groups), to):
             taken = linear_cuda.counter(x.device)
-            halves = not config.split and _reads_halves(name, x, w, a, b, bias, outer(out, groups), to)
+            halves = not config.split and not (a.shape[1] == 1 and to.per_token(x))
         h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, scalings if halves else None, config=config, halves=halves)
     return Operands(w, h, b, bias, p, taken)
 
 
-def _reads_halves(name: str, x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, to: Routing) -> bool:
-    """Whether csrc/linear.cu, which the choice names, takes the product, with an h for every route."""
-    if to.plan is None or (a.shape[1] == 1 and to.per_token(x)) or linear_cuda.loaded(name, out) is None:
+def _takes_cuda(name: str, x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, to: Routing) -> bool:
+    """Whether csrc/linear.cu, which the choice names, can take the product."""
+    if to.plan is None or linear_cuda.loaded(name, out) is None:
         return False
     h = torch.empty(to.routes, a.shape[2], 2, a.shape[3], dtype=x.dtype, device="meta")
     return linear_cuda.fits(x[:, None], w, h, b, bias, out, None)
