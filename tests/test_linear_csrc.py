@@ -708,12 +708,11 @@ def test_y_is_written_behind_the_kernel_ahead(library, monkeypatch, tmp_path):
         return re.sub(r"^KERNEL\((?!linear_bf16_256_experts,).*$", "", text, flags=re.MULTILINE)
 
     on_cpu = OnCpu(compiled(tmp_path, change), monkeypatch)
-    for ids, adapters in ((routes([0, 130, 20, 64, 0], 300), "random"), (IDS, None)):
-        c = build_routes("per expert", experts=5, **EXPERTS | dict(ids=ids, out=16), adapter_ids="random")
-        if adapters is None:
-            c.adapter_ids[:] = -1
-        for _ in range(3):
-            experts(on_cpu, monkeypatch, c)
+    masked = build_routes("per expert", experts=5, **EXPERTS | dict(ids=routes([0, 130, 20, 64, 0], 300), out=16))
+    without = build_routes("per expert", experts=5, **EXPERTS | dict(out=16), adapter_ids="random")
+    without.adapter_ids[:] = -1
+    for c in 3 * (masked, without):
+        experts(on_cpu, monkeypatch, c)
     on_cpu.close()
 
 
