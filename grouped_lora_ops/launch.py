@@ -31,6 +31,7 @@ class Problem:
     rank: int
     slots: int
     shared_a: bool = False  # one A for several groups that each have an input
+    stacked: bool = False  # groups that share one input, their As one behind the other
 
     @property
     def rows_per_slot(self) -> float:
@@ -72,6 +73,7 @@ class ExpandConfig:
     num_stages: int  # pipeline depth of the loop over N
     loop: int = 1  # blocks of N a program takes in turn, with h in registers
     pdl: bool = False
+    narrow: bool = False  # adapters of at most 16 and at most 64 ranks have loops of their own
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class DeltaConfig:
     shrink: ShrinkConfig | None
     expand: ExpandConfig | None
     cuda: CudaConfig | None = None
+    merged: bool = False  # groups that share x: the shrink takes their As for one of G · r rows, and reads x once
 
 
 @dataclass(frozen=True)
@@ -271,15 +274,19 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
         if block_r == 64 and rows < 1024:
             return replace(shrink_with(p, 32, block_r, 128, 4, 4, True), span=4)
         if rows >= 64:
-            return replace(shrink_with(p, 64, block_r, *((128, 4, 3) if block_r <= 32 else (64, 4, 5)), True), span=2)
+            return replace(shrink_with(p, 64, block_r, *{16: (128, 4, 3), 32: (64, 4, 4), 64: (64, 4, 5)}[block_r], True), span=2)
+    # ranks above 64 in narrow blocks: those past an adapter's rank leave at once (rank 16 in 256, T = 1024: 27 µs, 37 by blocks of 128)
+    if split and block_r > 64 and rows >= 32 and p.tokens > SCAN_TOKENS:
+        return shrink_with(p, 32, 32, 128, 4, 3, True)
     if split:
         block_m = 64 if rows >= 256 and (block_r >= 64 or p.tokens * p.groups >= 4096) else 32 if rows >= 32 else 16
         while block_m > 16 and estimated_tiles(p, block_m) * p.groups * chunks_of(p.in_features) < p.sms // 2:
             block_m //= 2
         return shrink_with(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
     if block_r > 64:
-        block_m = 64 if rows >= 64 else 16  # 128 rows of three sums: 688 bytes of stack on sm_90
-        return shrink_with(p, block_m, block_r, 64, 8 if block_m > 16 else 4, 3, False)
+        if rows >= 64:
+            return shrink_with(p, 64, 64, *((128, 4, 3) if p.rank <= 128 else (64, 4, 5)), False)
+        return shrink_with(p, 16, block_r, 64, 4, 3, False)
     if p.tokens * p.groups < 16 * p.sms:
         return shrink_with(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
@@ -311,7 +318,9 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
         elif block_r == 64 and rows >= 32:
             loop, num_stages = 2, 2
     if work >= 4096 and rows >= 32:
-        if block_r <= 32:
+        if block_r == 32:
+            block_m, loop, num_stages = 16, 4, 4
+        elif block_r < 32:
             block_m, loop, num_stages = (16, 2, 2) if rows >= 1024 else (32, 2, 1)
         else:
             block_m, loop, num_stages = 32 if rows < 256 else 16, 4, 3
@@ -325,6 +334,13 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
     if block_r > 64 or p.itemsize == 4:
         num_stages = min(num_stages, 2)
         block_m = min(block_m, 64 if p.itemsize == 2 else 32)
+    if block_r > 64 and p.rank <= 2 * block_r and rows >= 32 and mode != SCAN:
+        whole = work >= 16 * p.sms  # behind a shrink split over D tall tiles of h spill, whose parts are added here
+        if p.rank <= block_r:
+            chosen = (64, 64, 4, 8, 3) if whole and rows >= 64 else (16, 64, 4, 8, 3) if rows >= 64 else (16, 128, 4, 2, 1)
+        else:
+            chosen = (64, 64, 4, 8, 1) if whole and rows >= 256 else (16, 64, 4, 8, 3)
+        block_m, block_n, num_warps, loop, num_stages = chosen
     return ExpandConfig(
         mode=mode,
         tiles=tile_count(block_m, p.tokens, p.slots, mode == SINGLE),
@@ -338,6 +354,7 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
         num_stages=num_stages,
         loop=loop,
         pdl=pdl,
+        narrow=block_r > 64,
     )
 
 
@@ -369,7 +386,7 @@ def _fused(p: Problem) -> FusedConfig | None:
     if p.itemsize == 4:
         return fused(p, 64) if p.rank <= block_r and rows >= 64 and work >= 128 * p.sms else None
     if block_r <= 32 and work >= 128 * p.sms and rows >= 64:
-        return fused(p, 32, block_k=128, num_stages=2, n_stages=4)
+        return fused(p, 64 if block_r == 32 and rows >= 256 else 32, block_k=128, num_stages=2, n_stages=4)
     if block_r <= 32 and work >= 48 * p.sms and rows >= 32:
         return fused(p, 16, block_n=128, block_k=128, num_stages=4, n_stages=3)
     if block_r == 64 and work >= 128 * p.sms and rows >= 256:
@@ -441,11 +458,15 @@ def delta(p: Problem) -> DeltaConfig:
 
 
 def _triton(p: Problem) -> DeltaConfig:
-    one = _fused(p)
+    one, block_r = _fused(p), rank_block(p.rank, p.itemsize)
+    if one is not None and p.stacked and p.itemsize == 2 and p.groups * p.rank <= 64:  # x read once: qkv r 16, T = 8192 89 µs, not 107
+        every = replace(p, groups=1, rank=p.groups * p.rank)
+        first = shrink_with(every, 32, rank_block(every.rank, p.itemsize), 128, 4, 4, False)
+        behind = _retile(expand(p, pdl=has_pdl(p.arch)), p, {"block_m": 32, "block_n": 128, "num_warps": 4, "loop": 4, "num_stages": 3})
+        return DeltaConfig(None, replace(first, pdl=has_pdl(p.arch)), behind, merged=True)
     if one is not None:
         return DeltaConfig(one, None, None)
     work = p.tokens * p.groups
-    block_r = rank_block(p.rank, p.itemsize)
     split = work < 16 * p.sms or (block_r <= 32 and work < 64 * p.sms) or (block_r == 64 and p.rows_per_slot >= 512 and work < 48 * p.sms)
     pdl = has_pdl(p.arch)
     return DeltaConfig(None, replace(shrink(p, split=split), pdl=pdl, early=pdl and _early(p)), expand(p, pdl=pdl))

@@ -113,10 +113,10 @@ def test_nothing_is_compiled_after_warmup():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("rank", [16, 64, 160])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128, 160])
 @pytest.mark.parametrize("slots", [1, 6, 700])
 def test_a_rows_bits_are_its_own(dtype, rank, slots):
-    t = batch(8192 if rank < 160 else 3000, rank=rank, slots=slots, dtype=dtype, features=2048, out=512)
+    t = batch(8192 if rank < 128 else 3000, rank=rank, slots=slots, dtype=dtype, features=2048, out=512)
     t["ranks"] = None
     full = call(t)
     x = t["x"].detach().requires_grad_()

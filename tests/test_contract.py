@@ -144,6 +144,7 @@ def problems(count, seed=0):
             out_features=draw.choice([1, 127, 1024, 4096]),
             rank=draw.randint(1, 512),
             slots=draw.choice([1, 2, 8, 64, 1024]),
+            stacked=draw.choice([False, True]),
         )
 
 

@@ -96,6 +96,34 @@ def test_every_rank(kernels, force, way, rank):
     check(kernels, build("plain", rank=rank, features=160, ranks=ranks, ids=[0, 1, 2, 0, 1, -1, 0], device=kernels.device))
 
 
+@pytest.mark.parametrize("rank, ranks", [(128, [128, 16, 60]), (96, [7, 96, 33]), (256, [256, 16, 136]), (200, [130, 64, 0])], ids=str)
+def test_ranks_far_below_the_widest(kernels, force, rank, ranks):
+    """Slots of few ranks in wide buffers have narrower products; 130 and 60 end within a vector of B."""
+    force("plan split")
+    c = build("plain", tokens=110, features=160, out=150, rank=rank, ranks=ranks, device=kernels.device)
+    p = launch.Problem("sm_90", 132, 2, 110, 1, 160, 150, rank, 3)
+    assert launch.expand(p).narrow and launch.expand(p).loop > 1
+    check(kernels, c)
+    single = build("wo_a", tokens=40, slots=1, features=160, out=80, rank=rank, ranks=ranks[1:2], device=kernels.device)
+    check(kernels, single, base=False)
+    check(kernels, build("plain", torch.float16, tokens=110, features=160, out=150, rank=rank, ranks=ranks, device=kernels.device))
+
+
+@pytest.mark.parametrize("form", ["slices", "shared input"])
+@pytest.mark.parametrize("layout", ["dense", "slice", "transposed"])
+def test_groups_that_share_x_are_shrunk_as_one(kernels, monkeypatch, form, layout):
+    """Their As, one behind the other, are one A of G · r rows; what lies past a slot's rank is NaN and is not read from h."""
+    from grouped_lora_ops.kernels import shrink
+
+    monkeypatch.setattr(launch, "_fused", lambda p: launch.fused(p, 16))
+    seen, run = [], shrink.shrink
+    monkeypatch.setattr(shrink, "shrink", lambda name, x, a, h, *args: (seen.append(tuple(h.shape)), run(name, x, a, h, *args)))
+    for slots in (1, 3):
+        check(kernels, build(form, tokens=20, slots=slots, ranks=True, layout={"a": layout}, device=kernels.device), base=False)
+    dense = layout != "transposed"  # r and D swapped in memory: no view has the groups' rows as one axis
+    assert set(seen) == ({(1, 20, 1, 10)} if dense else set())
+
+
 @thorough
 @pytest.mark.parametrize("way", ["fused", "split"])
 def test_every_width(kernels, force, way):
@@ -366,6 +394,44 @@ def test_a_rows_bits_are_its_own(dtype, rank):
         out = base.clone()
         torch.ops.grouped_lora.delta_(out, x, a, b, ids, scalings, None, ranks)
         assert_bits(out, batch, "in place")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [8, 300, 3000])
+def test_a_wide_buffer_gives_the_bits_of_a_narrow_one(dtype, tokens):
+    """An adapter's rows do not tell how wide the other adapters are."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x, base = (torch.randn(tokens, n, generator=generator, device="cuda").to(dtype) for n in (2048, 1000))
+    ranks = [128, 16, 60, 8, 100]
+    a, b = (torch.randn(5, *s, generator=generator, device="cuda").to(dtype) for s in ((256, 2048), (1000, 256)))
+    scalings = torch.rand(5, generator=generator, device="cuda")
+    ids = torch.randint(-1, 5, (tokens,), generator=generator, device="cuda")
+    for wide in (256, 136, 128):
+        all_ranks = torch.tensor(ranks, device="cuda", dtype=torch.int32)
+        y = torch.ops.grouped_lora.delta(x, a[:, :wide].contiguous(), b[..., :wide].contiguous(), ids, scalings, base, None, all_ranks)
+        for slot, rank in enumerate(ranks):
+            mine = (ids == slot).nonzero()[:, 0]
+            own = [t.contiguous() for t in (a[slot : slot + 1, :rank], b[slot : slot + 1, :, :rank])]
+            alone = torch.ops.grouped_lora.delta(x[mine], *own, torch.zeros_like(mine), scalings[slot : slot + 1], base[mine])
+            assert_bits(y[mine], alone, f"{wide} {rank}")
+        none = (ids == -1).nonzero()[:, 0]
+        assert_bits(y[none], base[none])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_groups_shrunk_as_one_keep_their_bits(dtype):
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(6000, 2048, generator=generator, device="cuda").to(dtype)
+    a = torch.randn(8, 3, 16, 2048, generator=generator, device="cuda").to(dtype)
+    b = torch.randn(8, 1536, 16, generator=generator, device="cuda").to(dtype)
+    ids, scalings = torch.randint(-1, 8, (6000,), generator=generator, device="cuda"), torch.rand(8, generator=generator, device="cuda")
+    p = launch.Problem("sm_90", 132, 2, 6000, 3, 2048, 1024, 16, 8, stacked=True)
+    assert launch.delta(p).merged
+    whole = torch.ops.grouped_lora.delta(x, a, b, ids, scalings, None, [1024, 256, 256])
+    for rows in (slice(0, 8), slice(100, 500)):
+        assert_bits(torch.ops.grouped_lora.delta(x[rows], a, b, ids[rows], scalings, None, [1024, 256, 256]), whole[rows])
 
 
 @pytest.mark.gpu

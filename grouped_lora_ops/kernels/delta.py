@@ -94,18 +94,18 @@ def delta_kernel(
         load_rank = rank
     if MODE == SCAN:  # no branch: Triton 3.6 fails to compile two such loops behind a scan of the ids
         expand_rows(
-            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
-            0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, N_STAGES, OUT, PRECISION,
+            high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     elif load_rank == rank:
         expand_rows(
-            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
-            0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+            high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         expand_rows(
-            high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
-            0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
+            high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
         )  # fmt: skip
 
 

@@ -60,11 +60,11 @@ def copy_rows(
 
 @triton.jit
 def expand_rows(
-    high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank, n_first, n_last,
-    scaling, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, MIXED: tl.constexpr,
-    TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    high, low, scale, high2, low2, scale2, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
+    n_first, n_last, scaling, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
+    MIXED: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Columns n_first … n_last−1 of a tile whose h is split into high and low.
+    """Columns n_first … n_last−1 of a tile whose h is split into high and low; high2, low2: its columns BLOCK_R …, or None.
 
     TAIL: b's vectors reach past the rank, into columns that may hold anything, and are zeroed there.
     """
@@ -82,8 +82,38 @@ def expand_rows(
             base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
+        if high2 is not None:
+            b2_mask = (BLOCK_R + r < load_rank)[:, None] & n_in[None, :]
+            b2_tile = tl.load(b_base + n[None, :] * b_n + (BLOCK_R + r)[:, None] * b_r, mask=b2_mask, other=0.0)
+            if TAIL:
+                b2_tile = tl.where((BLOCK_R + r < rank)[:, None], b2_tile, 0.0)
+            acc = dot_split(high2, low2, scale2, b2_tile, acc, PRECISION)
         y = finish(acc, scaling, base_tile, active, HAS_BASE, MIXED, OUT)
         tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
+
+
+@triton.jit
+def expand_slot(
+    h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
+    n_first, n_last, scaling, CHUNKS: tl.constexpr, H_VEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCKS: tl.constexpr, HAS_BASE: tl.constexpr, MIXED: tl.constexpr, TAIL: tl.constexpr,
+    STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`expand_rows` with h from memory, BLOCKS (1 or 2) blocks of BLOCK_R columns."""
+    h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, h_offset, 0, CHUNKS, H_VEC, BLOCK_R)
+    high, low, scale = split(h_tile, OUT)
+    if BLOCKS == 2:
+        h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, h_offset, BLOCK_R, CHUNKS, H_VEC, BLOCK_R)
+        high2, low2, scale2 = split(h_tile, OUT)
+        expand_rows(
+            high, low, scale, high2, low2, scale2, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+            load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, TAIL, STAGES, OUT, PRECISION,
+        )  # fmt: skip
+    else:
+        expand_rows(
+            high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+            load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, TAIL, STAGES, OUT, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("T", "L", "N", "R", "ids_stride", "h_c", "h_t", "h_g", "b_l", "b_g", "b_n", "b_r", "b_s",
@@ -97,11 +127,13 @@ def expand_kernel(
     SIZES: tl.constexpr, SUM_GROUPS: tl.constexpr, CHUNKS: tl.constexpr, COPY: tl.constexpr, MODE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
     H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, LOOP: tl.constexpr, N_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, LOOP: tl.constexpr, N_STAGES: tl.constexpr, BLOCKS: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, t, g, r) with unit last stride, b's (l, g, n, r), base's and out's (t, g, n).
 
-    LOOP: blocks of N a program takes in turn, with h in registers (then r ≤ BLOCK_R and SUM_GROUPS = 1).
+    LOOP: blocks of N a program takes in turn, with h in registers (then r ≤ BLOCKS · BLOCK_R and SUM_GROUPS = 1).
+    NARROW: slots of ranks up to 16 and up to 64 have loops of their own, as narrow as they are.
     CHUNKS: h is the sum of so many partial sums, added in order. SUM_GROUPS: y sums over so many groups of h and b.
     SIZES: group g is that slice of b's and out's N axis. COPY: rows without an adapter are written too (base or zeros).
     """
@@ -182,8 +214,7 @@ def expand_kernel(
         scaling = 1.0
         if scalings is not None:
             scaling = tl.load(scalings + slot)
-        h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, group * (h_g * H_VEC), 0, CHUNKS, H_VEC, BLOCK_R)
-        high, low, scale = split(h_tile, OUT)
+        h_offset = group * (h_g * H_VEC)
         b_base = b + slot.to(tl.int64) * (b_l * B_VEC)
         if SIZES is None:
             b_base += group * (b_g * B_VEC)
@@ -192,19 +223,35 @@ def expand_kernel(
         if B_UNIT == 3:
             load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
         if MODE == SCAN:  # no branch: Triton 3.6 fails to compile two such loops behind a scan of the ids
-            expand_rows(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, N_STAGES, OUT, PRECISION,
+            expand_slot(
+                h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, BLOCKS, HAS_BASE, MIXED, True, N_STAGES, OUT,
+                PRECISION,
             )  # fmt: skip
-        elif load_rank == rank:
-            expand_rows(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+        elif load_rank != rank:
+            expand_slot(
+                h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, BLOCKS, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
+            )  # fmt: skip
+        elif NARROW and rank <= 16:
+            expand_slot(
+                h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, 16, 1, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+            )  # fmt: skip
+        elif NARROW and rank <= 64:
+            expand_slot(
+                h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, 64, 1, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+            )  # fmt: skip
+        elif BLOCKS == 2 and rank > BLOCK_R:
+            expand_slot(
+                h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, 2, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
             )  # fmt: skip
         else:
-            expand_rows(
-                high, low, scale, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
+            expand_slot(
+                h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, 1, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
             )  # fmt: skip
         return
     if HAS_BASE:
@@ -275,7 +322,9 @@ def expand(
     b_vec = vector_width(b, b_unit, rank if b_unit == 3 else features)
     if b_unit == 2:
         o_vec = b_vec = math.gcd(o_vec, b_vec)
-    loop = config.loop if rank <= config.rank_block and sum_groups == 1 else 1
+    blocks = cdiv(rank, config.rank_block)
+    most = 2 if b.element_size() == 2 and config.mode != SCAN.value else 1
+    loop = config.loop if blocks <= most and sum_groups == 1 else 1
     span = config.block_n * loop
     slices, n_blocks = None, cdiv(features, span)
     if sizes is not None:
@@ -302,7 +351,7 @@ def expand(
         (
             slices, sum_groups, h.shape[0], copy, config.mode, config.block_m, config.block_n, config.rank_block,
             config.block_t, config.block_l, h_vec, b_vec, b_unit, o_vec, o_unit, config.precision, config.pdl,
-            loop, config.num_stages,
+            loop, config.num_stages, blocks if loop > 1 else 1, config.narrow and loop > 1 and ranks is not None,
         ),
         config.num_warps,
         1,

@@ -89,10 +89,11 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def problem(
-    t: Tensor, tokens: int, groups: int, in_features: int, out_features: int, rank: int, slots: int, shared_a: bool = False
-) -> launch.Problem:
+    t: Tensor, tokens: int, groups: int, in_features: int, out_features: int, rank: int, slots: int, shared_a: bool = False,
+    stacked: bool = False,
+) -> launch.Problem:  # fmt: skip
     arch, sms = facts(t)
-    return launch.Problem(arch, sms, t.element_size(), tokens, groups, in_features, out_features, rank, slots, shared_a)
+    return launch.Problem(arch, sms, t.element_size(), tokens, groups, in_features, out_features, rank, slots, shared_a, stacked)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -99,7 +99,8 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     sizes = dims.out_sizes if dims.h_grouped else None
     widest, even = dims.out_features if sizes is None else max(sizes), sizes is None or len(set(sizes)) == 1
     shared_a = ag.shape[1] == 1 and xg.shape[1] > 1 and even  # groups that share a tile of csrc/delta.cu are equally wide
-    problem = common.problem(x, dims.tokens, dims.groups, dims.in_features, widest, dims.rank, dims.slots, shared_a)
+    stacked = dims.h_grouped and xg.shape[1] == 1 < ag.shape[1] and ag.stride(1) == dims.rank * ag.stride(2)
+    problem = common.problem(x, dims.tokens, dims.groups, dims.in_features, widest, dims.rank, dims.slots, shared_a, stacked)
     config = common.configured(launch.delta, problem)
     if config.cuda is not None and delta_cuda.fits(xg, ag, bg, baseg, outg, sizes):
         if delta_cuda.delta(name, xg, ag, bg, baseg, outg, adapter_ids, ranks, scalings, sizes, copy, config.cuda):
@@ -112,7 +113,11 @@ def _run(name, dims, x, lora_a, lora_b, base, out, adapter_ids, scalings, ranks,
     h_groups = dims.groups if dims.h_grouped else 1
     chunks = config.shrink.chunks if config.shrink.split else 1
     h = driver.empty((chunks, dims.tokens, h_groups, dims.rank), torch.float32, x.device)
-    shrink.shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink)
+    if config.merged:
+        all_a, all_h = ag.view(dims.slots, 1, -1, dims.in_features), h.view(chunks, dims.tokens, 1, -1)
+        shrink.shrink(name, xg, all_a, all_h, adapter_ids, plan, None, None, None, False, config.shrink)
+    else:
+        shrink.shrink(name, xg, ag, h, adapter_ids, plan, ranks, None, None, False, config.shrink)
     expand.expand(name, h, bg, baseg, outg, adapter_ids, plan, ranks, scalings, sizes, 1, copy, config.expand)
 
 
