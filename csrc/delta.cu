@@ -116,7 +116,8 @@ __device__ __forceinline__ void prefetch(const u16 *from, i64 stride, u32 rows, 
     }
 }
 
-template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
+// AHEAD: so many of a block's items have their part of B and base under way while h is made.
+template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES, u32 AHEAD> struct Kernel {
     static constexpr u32 CS = CLUSTERS ? PARTS * RS : 1, RL = CLUSTERS ? RP / RS : RP;
     static constexpr u32 WP = WIDE + 8, RPP = RP + 8; // padded rows: no two of eight in one bank
     static constexpr u32 MT = BM / 16, NT = RL / 16;  // a warp's 16 × 8 tiles of h: all rows, half of r
@@ -124,8 +125,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
     static constexpr u32 BLOCK_R = RP < 128 ? RP : 128, BLOCKS_R = RP / BLOCK_R, KR = BLOCK_R / 16; // as launch.rank_block
     static_assert(XN >= 1 && NT >= 1);
 
-    struct Shared {
-        __align__(128) u16 stages[STAGES][BM + RL][WP];
+    struct __align__(128) Shared {
         float pieces[PIECES][BM][RL];        // sums of this block's pieces
         float running[BM][RL];               // … of those before them
         float parts[PARTS][RP / RL][BM][RL]; // the cluster's chunks
@@ -135,7 +135,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         u32 rows[BM];
         u8 active[BM];
         Selection selection;
+        __align__(128) u16 stages[STAGES][BM + RL][WP]; // last: a chunk of D that is one stage leaves no room for the others
     };
+    static constexpr u32 ONE_STAGE = sizeof(Shared) - (STAGES - 1) * sizeof(u16) * (BM + RL) * WP;
 
     // One block of columns: its group in the tile, where it starts, how wide it is.
     struct Columns {
@@ -232,6 +234,11 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
             }
         };
 
+        auto load_items = [&] {
+            load_item(0, item0);
+            if (AHEAD > 1) load_item(1, item0 + item_step);
+        };
+
         bool guess = CLUSTERS && (p.flags & OVERLAP), loaded = false;
 #pragma unroll 1
         for (;;) { // again where the guess was wrong
@@ -247,8 +254,9 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                                  2 * k_size);
                     prefetch(p.x + first * p.x_t + group0 * p.x_g + k_first, p.x_t, rows, 2 * k_size);
                 }
-                if (item0 < items) {
-                    const Columns c(p, slot, item0, blocks_n, group0);
+#pragma unroll 1
+                for (u32 n = 0, item = item0; n < AHEAD && item < items; ++n, item += item_step) {
+                    const Columns c(p, slot, item, blocks_n, group0);
                     if (p.b_n == p.rank)
                         prefetch(c.b, 0, 1, 2 * c.size * p.rank);
                     else
@@ -273,7 +281,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
                 scaling_now = __float_as_uint(fresh(p.scalings + slot));
             }
             if (single ? t < count : t < p.tokens) mine = slot_of(p, single ? blockIdx.y * height + t : t);
-            if (slot < p.slots) load_item(0, item0);
+            if (slot < p.slots) load_items();
             copies_wait<0>();
             bool same = now == rank && scaling_now == __float_as_uint(scaling);
             if (single) {
@@ -306,7 +314,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
             return;
         }
         const u32 rank16 = (rank + 15) / 16 * 16;
-        if (!loaded) load_stage(0), load_item(0, item0);
+        if (!loaded) load_stage(0), load_items();
         if (!single && t < height) s.active[t] = true;
         if (single && !loaded && t < height) s.active[t] = t < count && slot_of(p, blockIdx.y * height + t) == 0;
 #if CLUSTERS
@@ -476,7 +484,7 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
         // y: this block's columns.
 #pragma unroll 1
         for (u32 item = item0; item < items; item += item_step) {
-            if (item + item_step < items) load_item(1, item + item_step);
+            if (AHEAD == 1 || item > item0) load_item(1, item + item_step);
             if (rank % 2) // B's columns past the rank may hold anything
 #pragma unroll
                 for (u32 k = 0; k < BLOCKS_R * KR; ++k)
@@ -573,21 +581,27 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES> struct Kernel {
 #else
 #define CLUSTER(RS)
 #endif
-// delta_<type>_<rows>_<ranks>_<splits of r>_<columns of N a step>, and shared_<the same>: its bytes of shared memory
-#define DELTA(E, BM, RP, RS, SN, STAGES)                                          \
-    extern "C" __global__ void CLUSTER(RS) __launch_bounds__(THREADS)             \
-        delta_##E##_##BM##_##RP##_##RS##_##SN(const __grid_constant__ Params p) { \
-        Kernel<E, BM, RP, RS, SN, STAGES>::run(p);                                \
-    }                                                                             \
-    extern "C" __device__ const int shared_delta_##E##_##BM##_##RP##_##RS##_##SN = sizeof(Kernel<E, BM, RP, RS, SN, STAGES>::Shared);
+// delta_<type>_<rows>_<ranks>_<splits of r>_<columns of N a step>_<blocks a multiprocessor>; shared_<the same>: its bytes of shared
+// memory; one_stage_<the same>: those where a chunk of D is one stage. An H200 has room for 15 clusters of 8 blocks where a
+// multiprocessor holds one block, for 30 at two and 45 at three, and those of the next call are to find room beside these.
+#define DELTA(E, BM, RP, RS, SN, BLOCKS, STAGES, AHEAD)                                          \
+    extern "C" __global__ void CLUSTER(RS) __launch_bounds__(THREADS, BLOCKS)                    \
+        delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS(const __grid_constant__ Params p) {     \
+        Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::run(p);                                        \
+    }                                                                                            \
+    extern "C" __device__ const int shared_delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS =    \
+        sizeof(Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::Shared);                                \
+    extern "C" __device__ const int one_stage_delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS = \
+        Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::ONE_STAGE;
 
-// As launch.CUDA_KERNELS. The last number: stages of D in flight.
-#define ALL(E)                  \
-    DELTA(E, 16, 16, 1, 128, 2) \
-    DELTA(E, 16, 32, 1, 128, 2) \
-    DELTA(E, 16, 64, 1, 128, 1) \
-    DELTA(E, 16, 64, 2, 128, 1) \
-    DELTA(E, 16, 64, 2, 64, 1)  \
-    DELTA(E, 16, 128, 2, 64, 1)
+// As launch.CUDA_KERNELS; then stages of D in flight, and items ahead.
+#define ALL(E)                        \
+    DELTA(E, 16, 16, 1, 128, 1, 2, 1) \
+    DELTA(E, 16, 16, 1, 128, 3, 2, 2) \
+    DELTA(E, 16, 32, 1, 128, 1, 2, 1) \
+    DELTA(E, 16, 64, 1, 128, 1, 1, 1) \
+    DELTA(E, 16, 64, 2, 128, 1, 1, 1) \
+    DELTA(E, 16, 64, 2, 64, 1, 1, 1)  \
+    DELTA(E, 16, 128, 2, 64, 1, 1, 1)
 ALL(bf16)
 ALL(fp16)

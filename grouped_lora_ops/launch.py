@@ -57,6 +57,7 @@ class ShrinkConfig:
     span: int = 1  # chunks a program takes in turn, where split
     pdl: bool = False  # the expand behind it may start early
     early: bool = False  # it may itself start before the kernel ahead has ended
+    merge: int = 1  # groups whose rows share a tile, a power of 2: they share A
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,14 @@ class FusedConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """A kernel of csrc/delta.cu, by its four sizes, and how the work is dealt out."""
+    """A kernel of csrc/delta.cu, by its five sizes, and how the work is dealt out."""
 
     tiles: int  # clusters along the rows
     block_m: int  # rows of a tile
     ranks: int  # the most it can do
     rank_split: int  # blocks of a cluster that share r
     block_n: int
+    blocks: int = 1  # a multiprocessor holds, at least
     merged: int = 1  # groups whose rows share a tile, a power of 2
     spread: int = 1  # clusters that share N
     cluster: int = 8  # blocks
@@ -110,7 +112,7 @@ class CudaConfig:
 
     @property
     def kernel(self) -> str:
-        return f"{self.block_m}_{self.ranks}_{self.rank_split}_{self.block_n}"
+        return f"{self.block_m}_{self.ranks}_{self.rank_split}_{self.block_n}_{self.blocks}"
 
 
 @dataclass(frozen=True)
@@ -252,9 +254,24 @@ def shrink_with(p: Problem, block_m: int, block_r: int, block_k: int, num_warps:
     )
 
 
+def _merged(tokens: int, block_r: int) -> tuple[int, int, int, int, int]:
+    """Tiles of a shrink whose groups share A and whose slots have few rows: a tile holds the rows of several groups, so that A is read
+    once for them (H200: wo_a r 64 S8, T = 8 7.4 µs, not 8.8; with 8 groups 11.1, not 17.2)."""
+    if tokens <= 8 or (tokens <= 16 and block_r <= 16):
+        return 16, 16, 128, 4, 4
+    if tokens <= 16:
+        return 16, 32, 64, 4, 6
+    if tokens <= 64 or block_r <= 16:
+        return 32 if tokens > 48 and block_r > 16 else 16, 16, 128, 2, 4
+    return 16, block_r, 64, 4, 4
+
+
 def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
     """Rows, ranks and stages that were fastest on an H200 (bench/tune.py, bench/NOTES.md), in bf16."""
     block_r, rows = rank_block(p.rank, p.itemsize), p.rows_per_slot
+    merge = next((n for n in (8, 4, 2) if p.groups % n == 0), 1) if p.shared_a and p.itemsize == 2 else 1
+    if split and merge > 1 and p.slots > 1 and block_r <= 64 and 4 <= p.tokens <= SCAN_TOKENS and rows < 32:
+        return replace(shrink_with(p, *_merged(p.tokens, block_r), True), merge=merge)
     if split and p.tokens <= 64:
         if block_r <= 16 < p.tokens and p.slots > 1:
             return shrink_with(p, 16, block_r, 128, 2, 4, True)
@@ -396,14 +413,17 @@ def _fused(p: Problem) -> FusedConfig | None:
     return None
 
 
-# The kernels that csrc/delta.cu instantiates: (rows, ranks, splits of r, columns of N a step).
-CUDA_KERNELS = ((16, 16, 1, 128), (16, 32, 1, 128), (16, 64, 1, 128), (16, 64, 2, 128), (16, 64, 2, 64), (16, 128, 2, 64))
+# The kernels that csrc/delta.cu instantiates: (rows, ranks, splits of r, columns of N a step, blocks a multiprocessor).
+CUDA_KERNELS = (
+    (16, 16, 1, 128, 1), (16, 16, 1, 128, 3), (16, 32, 1, 128, 1), (16, 64, 1, 128, 1), (16, 64, 2, 128, 1), (16, 64, 2, 64, 1),
+    (16, 128, 2, 64, 1),
+)  # fmt: skip
 CUDA_TOKENS = 256  # it sorts the ids with a thread a token
 
 
-def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spread: int = 1, overlap: bool = True):
+def cuda(p: Problem, kernel: tuple[int, ...], merge: bool = False, spread: int = 1, overlap: bool = True):
     """CudaConfig of a kernel, or None where it would compute something else: whatever a table's rule asks for."""
-    block_m, ranks, rank_split, block_n = kernel
+    block_m, ranks, rank_split, block_n, blocks = (*kernel, 1)[:5]
     if p.itemsize != 2 or p.rank > ranks or p.tokens > CUDA_TOKENS:
         return None
     if merge and not (p.shared_a and p.groups in (2, 4, 8)):
@@ -415,6 +435,7 @@ def cuda(p: Problem, kernel: tuple[int, int, int, int], merge: bool = False, spr
         ranks=ranks,
         rank_split=rank_split,
         block_n=block_n,
+        blocks=blocks,
         merged=merged,
         spread=spread,
         cluster=PARTS * rank_split if has_pdl(p.arch) else 1,
@@ -426,11 +447,12 @@ def _cuda(p: Problem) -> CudaConfig | None:
     """csrc/delta.cu where it was faster than the Triton kernels on an H200 (bench/NOTES.md): a few rows."""
     if p.arch != "sm_90" or p.itemsize != 2 or p.rank > 64 or p.in_features < 1024:
         return None
-    if p.tokens > (8 if p.rank <= 16 else 4) or (p.rank > 16 and p.groups == 1):
+    if p.rank <= 16:
+        return _cuda_16(p)
+    if p.tokens > 4 or p.groups == 1:
         return None
-    kernel = (16, 16, 1, 128) if p.rank <= 16 else (16, 32, 1, 128) if p.rank <= 32 else (16, 64, 2, 64)
-    tiles = estimated_tiles(p, kernel[0])
-    clusters, blocks = tiles * p.groups, cdiv(p.out_features, kernel[3] * PARTS * kernel[2])
+    kernel = (16, 32, 1, 128) if p.rank <= 32 else (16, 64, 2, 64)
+    clusters, blocks = estimated_tiles(p, 16) * p.groups, cdiv(p.out_features, kernel[3] * PARTS * kernel[2])
     if p.rank > 32 and (clusters > 4 or blocks > 1):
         return None
     if p.shared_a and p.groups in (2, 4, 8) and clusters > 16:
@@ -439,6 +461,27 @@ def _cuda(p: Problem) -> CudaConfig | None:
     if p.out_features > 4096 and blocks > spread:  # a block's steps along N follow one another: gate_up T = 8 18.2 µs, not 10.4
         return None
     return cuda(p, kernel, spread=spread)
+
+
+def _cuda_16(p: Problem) -> CudaConfig | None:
+    """Up to 16 clusters have their next call's beside them; with more it takes blocks of which three fit a multiprocessor
+    (wo_a S8, T = 8: 5.7 µs, not 6.3; T = 32: 6.7, by Triton 7.6)."""
+    if p.tokens > 8:
+        most = 8 if p.groups == 1 and p.slots == 1 else 32 if p.groups > 1 and not p.stacked else 16
+        if p.tokens > most or (p.slots > 1 and p.rows_per_slot > 12):
+            return None
+    clusters, blocks = estimated_tiles(p, 16) * p.groups, cdiv(p.out_features, 128 * PARTS)
+    spread = max(1, min(8, blocks, 16 // max(1, clusters)))
+    if p.out_features > 4096 and blocks > spread:
+        return None
+    if clusters * spread <= 16 and blocks <= spread:
+        return cuda(p, (16, 16, 1, 128), spread=spread)
+    spread = min(8, cdiv(blocks, 2))
+    if clusters * spread <= 48:
+        return cuda(p, (16, 16, 1, 128, 3), spread=spread)
+    if p.tokens > 8 or (p.shared_a and p.groups % 2 == 0):  # a shrink of merged groups: 8 of them, T = 8 7.7 µs, here 8.4
+        return None
+    return cuda(p, (16, 16, 1, 128), spread=max(1, min(8, blocks, 16 // clusters)))
 
 
 def delta(p: Problem) -> DeltaConfig:

@@ -140,7 +140,8 @@ def force(monkeypatch):
     """force("plan fused tall") makes the launch choice at sizes that would choose otherwise.
 
     cuda: csrc/delta.cu (on a GPU); merged: the groups' rows in one tile; spread: two clusters share N; early: not
-    started before the kernel ahead has ended; split2: its blocks split r. plan: rows come from a plan at any T. fused,
+    started before the kernel ahead has ended; split2: its blocks split r;
+    crowded: the kernel that is one of three on a multiprocessor. plan: rows come from a plan at any T. fused,
     split, whole: delta in one launch, or two with the sum over D cut or not; span: three of its chunks a
     program. tall: 64-row tiles and several blocks of N
     a program.
@@ -171,6 +172,7 @@ def force(monkeypatch):
             def choose(p):
                 two = launch.DeltaConfig(None, launch.shrink(p, True), launch.expand(p))
                 able = [k for k in launch.CUDA_KERNELS if k[1] >= p.rank and (k[2] > 1 or "split2" not in words)]
+                able = [k for k in able if (k[4] > 1) == ("crowded" in words)]
                 if not able:
                     return two
                 merge = "merged" in words and p.shared_a and p.groups in (2, 4, 8)

@@ -124,6 +124,16 @@ def test_groups_that_share_x_are_shrunk_as_one(kernels, monkeypatch, form, layou
     assert set(seen) == ({(1, 20, 1, 10)} if dense else set())
 
 
+@pytest.mark.parametrize("groups, tokens", [(2, 9), (4, 21), (8, 70), (6, 5)])
+def test_groups_that_share_a_have_their_rows_in_one_tile(kernels, force, groups, tokens):
+    force("split")
+    p = launch.Problem("sm_90", 132, 2, tokens, groups, 160, 20, 5, 3, shared_a=True)
+    assert launch.shrink(p, True).merge == {2: 2, 4: 4, 8: 8, 6: 2}[groups]
+    c = build("wo_a", tokens=tokens, groups=groups, features=160, out=20, rank=40, ranks=True, device=kernels.device)
+    check(kernels, c, base=False)
+    check(kernels, build("slices of grouped x", tokens=tokens, features=160, sizes=[24] * groups, device=kernels.device))
+
+
 @thorough
 @pytest.mark.parametrize("way", ["fused", "split"])
 def test_every_width(kernels, force, way):

@@ -12,7 +12,7 @@ from test_delta import check
 from grouped_lora_ops import launch
 from grouped_lora_ops.ops import delta_cuda
 
-HOW = ["cuda", "cuda split2", "cuda merged", "cuda spread", "cuda early"]
+HOW = ["cuda", "cuda split2", "cuda merged", "cuda spread", "cuda early", "cuda crowded", "cuda crowded merged"]
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
@@ -89,7 +89,7 @@ def test_the_bits_of_the_triton_kernels(force, launches, dtype, features):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["cuda", "cuda merged", "cuda early"])
+@pytest.mark.parametrize("how", ["cuda", "cuda merged", "cuda early", "cuda crowded"])
 def test_a_chain_of_calls_reads_what_the_call_before_wrote(force, launches, how):
     """Each call starts before the one ahead has ended; its x, and the ids it guessed from, are written meanwhile."""
     force(how)
@@ -203,7 +203,7 @@ def test_the_choice_names_kernels_that_exist():
     from grouped_lora_ops import _builds, cuda
 
     text = (_builds.sources(cuda.PACKAGE) / "delta.cu").read_text()
-    found = re.findall(r"^ +DELTA\(E, (\d+), (\d+), (\d+), (\d+), \d+\)", text, re.MULTILINE)
+    found = re.findall(r"^ +DELTA\(E, (\d+), (\d+), (\d+), (\d+), (\d+), \d+, \d+\)", text, re.MULTILINE)
     assert sorted(tuple(map(int, f)) for f in found) == sorted(launch.CUDA_KERNELS)
     for tokens in (1, 5, 8, 16, 256, 1024, 5000):
         for rank in (1, 16, 17, 64, 65, 200):

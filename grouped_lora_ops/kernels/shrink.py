@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import ShrinkConfig, cdiv
-from .tile import dot, launch, scaled, slice_bounds, split, tile_rows, unit_axis, vector_width
+from ..launch import ShrinkConfig, cdiv, tile_count
+from .tile import SINGLE, dot, launch, scaled, slice_bounds, split, tile_rows, unit_axis, vector_width
 
 _SIZES = ("T", "L", "D", "R", "ids_stride")
 
@@ -73,6 +73,12 @@ def shrink_rows(
     return total
 
 
+@triton.jit
+def repeat(v, WHOLE: tl.constexpr, TIMES: tl.constexpr):
+    """[WHOLE // TIMES] → [WHOLE], each element so many times."""
+    return tl.reshape(tl.broadcast_to(v[:, None], (WHOLE // TIMES, TIMES)), (WHOLE,))
+
+
 @triton.jit(do_not_specialize=_SIZES + ("x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d", "h_c", "h_t", "h_g"),
             do_not_specialize_on_alignment=("ids", "plan", "ranks", "scalings"))  # fmt: skip
 def shrink_kernel(
@@ -84,13 +90,14 @@ def shrink_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPAN: tl.constexpr, FILL: tl.constexpr, HALVES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr,
     A_VEC: tl.constexpr, A_UNIT: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr,
 ):  # fmt: skip
     """x's axes (t, g, d), a's (l, g, r, d); unit axes are 2 for x, 3 (d) or 2 (r) for a, −1 for none.
 
     SPAN: so many chunks a program, their sums at h[chunk]; 0: the sum of all. FILL: rows without an adapter and columns
     past the rank are written as zeros. SIZES: group g reads that slice of x's and a's last axis, in place of D.
     HALVES (then SPAN is 0): h is bf16, a row's high parts, then its low ones, as kernels/halves.py makes them; R and its strides are
-    multiples of 8.
+    multiples of 8. MERGE: so many groups, which share a, have their rows side by side in a tile of BLOCK_M // MERGE tokens.
     """
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
         tl.extra.cuda.gdc_wait()
@@ -102,8 +109,12 @@ def shrink_kernel(
     last = tl.minimum(first + SPAN, CHUNKS)
     if SPAN == 0:
         last = CHUNKS
-    group = tl.program_id(2)
-    slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M, BLOCK_T, BLOCK_L)
+    group = tl.program_id(2) * MERGE
+    slot, rows, inside, active = tile_rows(tile, ids, plan, T, L, ids_stride, MODE, BLOCK_M // MERGE, BLOCK_T, BLOCK_L)
+    if MERGE > 1:
+        rows = repeat(rows, BLOCK_M, MERGE)
+        inside = repeat(inside.to(tl.int32), BLOCK_M, MERGE) != 0
+        active = repeat(active.to(tl.int32), BLOCK_M, MERGE) != 0
     if slot > L or (slot == L and not FILL):
         return
     rank = R
@@ -118,6 +129,11 @@ def shrink_kernel(
         h_t = h_t // 8 * 8
         R = R // 8 * 8
     out = h + group * h_g + wide_rows[:, None] * h_t + columns[None, :]
+    x_rows = wide_rows * (x_t * X_VEC)
+    if MERGE > 1:
+        nth = (tl.arange(0, BLOCK_M) % MERGE).to(tl.int64)
+        out += nth[:, None] * h_g
+        x_rows += nth * (x_g * X_VEC)
     if SPAN <= 1:
         out += first * h_c
     if r0 >= rank:
@@ -151,7 +167,7 @@ def shrink_kernel(
     if FILL:
         written = inside[:, None] & (columns < R)[None, :]
     total = shrink_rows(
-        x_base, a_base, T, D, x_d, a_r, a_d, wide_rows * (x_t * X_VEC), active, r0, load_rank,
+        x_base, a_base, T, D, x_d, a_r, a_d, x_rows, active, r0, load_rank,
         BLOCK_M, BLOCK_R, BLOCK_K, CHUNK, first, last, SPAN == 1, EVEN_K, PRECISION,
         out, h_c, keep, scaling, written, SPAN > 1,
     )  # fmt: skip
@@ -202,10 +218,12 @@ def shrink(
         slices = tuple([size // x_vec for size in sizes])
         even = all(size % config.block_k == 0 for size in sizes)
     xs, as_ = strides(x, x_unit, x_vec), strides(a, a_unit, a_vec)
+    merge = config.merge if x.shape[1] == groups and a.shape[1] == 1 and sizes is None and groups % config.merge == 0 else 1
+    tiles = config.tiles if merge == 1 else tile_count(config.block_m // merge, tokens, slots, config.mode == SINGLE.value)
     launch(
         name,
         shrink_kernel,
-        (config.tiles * cdiv(rank, config.block_r), cdiv(config.chunks, span) if span else 1, groups),
+        (tiles * cdiv(rank, config.block_r), cdiv(config.chunks, span) if span else 1, groups // merge),
         (
             x, a, h, ids, plan, ranks, scalings,
             tokens, slots, features // x_vec if x_unit == 2 else features, rank, ids.stride(0),
@@ -216,7 +234,7 @@ def shrink(
         (
             slices, config.mode, config.block_m, config.block_r, config.block_k, config.chunk, config.chunks,
             span, fill, in_halves, config.block_t, config.block_l, x_vec, x_unit, a_vec, a_unit, even,
-            config.precision, config.pdl,
+            config.precision, config.pdl, merge,
         ),
         config.num_warps,
         config.num_stages,
