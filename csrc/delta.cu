@@ -581,17 +581,19 @@ template <class E, u32 BM, u32 RP, u32 RS, u32 SN, u32 STAGES, u32 AHEAD> struct
 #else
 #define CLUSTER(RS)
 #endif
+#define BOUNDS_1 __launch_bounds__(THREADS) // not (THREADS, 1): told so, ptxas takes more than 128 registers, and one block fits
+#define BOUNDS_3 __launch_bounds__(THREADS, 3)
 // delta_<type>_<rows>_<ranks>_<splits of r>_<columns of N a step>_<blocks a multiprocessor>; shared_<the same>: its bytes of shared
 // memory; one_stage_<the same>: those where a chunk of D is one stage. An H200 has room for 15 clusters of 8 blocks where a
 // multiprocessor holds one block, for 30 at two and 45 at three, and those of the next call are to find room beside these.
-#define DELTA(E, BM, RP, RS, SN, BLOCKS, STAGES, AHEAD)                                          \
-    extern "C" __global__ void CLUSTER(RS) __launch_bounds__(THREADS, BLOCKS)                    \
-        delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS(const __grid_constant__ Params p) {     \
-        Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::run(p);                                        \
-    }                                                                                            \
-    extern "C" __device__ const int shared_delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS =    \
-        sizeof(Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::Shared);                                \
-    extern "C" __device__ const int one_stage_delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS = \
+#define DELTA(E, BM, RP, RS, SN, BLOCKS, STAGES, AHEAD)                                                      \
+    extern "C" __global__ void CLUSTER(RS)                                                                   \
+        BOUNDS_##BLOCKS delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS(const __grid_constant__ Params p) { \
+        Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::run(p);                                                    \
+    }                                                                                                        \
+    extern "C" __device__ const int shared_delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS =                \
+        sizeof(Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::Shared);                                            \
+    extern "C" __device__ const int one_stage_delta_##E##_##BM##_##RP##_##RS##_##SN##_##BLOCKS =             \
         Kernel<E, BM, RP, RS, SN, STAGES, AHEAD>::ONE_STAGE;
 
 // As launch.CUDA_KERNELS; then stages of D in flight, and items ahead.
