@@ -301,9 +301,11 @@ def shrink(p: Problem, split: bool = False) -> ShrinkConfig:
             block_m //= 2
         return shrink_with(p, block_m, block_r, 64, 4, {64: 3 if block_r <= 32 else 4}.get(block_m, 5) if block_r <= 64 else 3, True)
     if block_r > 64:
-        if rows >= 64:
-            return shrink_with(p, 64, 64, *((128, 4, 3) if p.rank <= 128 else (64, 4, 5)), False)
-        return shrink_with(p, 16, block_r, 64, 4, 3, False)
+        if rows < 64:
+            return shrink_with(p, 16, block_r, 64, 4, 3, False)
+        if p.arch != "sm_90":  # 64 × 64 by 4 warps spill elsewhere
+            return shrink_with(p, 64, block_r, 64, 8, 3, False)
+        return shrink_with(p, 64, 64, *((128, 4, 3) if p.rank <= 128 else (64, 4, 5)), False)
     if p.tokens * p.groups < 16 * p.sms:
         return shrink_with(p, 16, block_r, 128, 4, 4, False)
     if block_r == 64 and rows < 256:
@@ -356,7 +358,7 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
         if p.rank <= block_r:
             chosen = (64, 64, 4, 8, 3) if whole and rows >= 64 else (16, 64, 4, 8, 3) if rows >= 64 else (16, 128, 4, 2, 1)
         else:
-            chosen = (64, 64, 4, 8, 1) if whole and rows >= 256 else (16, 64, 4, 8, 3)
+            chosen = (64, 64, 4, 8, 1) if whole and rows >= 256 and p.arch == "sm_90" else (16, 64, 4, 8, 3)
         block_m, block_n, num_warps, loop, num_stages = chosen
     return ExpandConfig(
         mode=mode,
@@ -419,6 +421,7 @@ CUDA_KERNELS = (
     (16, 128, 2, 64, 1),
 )  # fmt: skip
 CUDA_TOKENS = 256  # it sorts the ids with a thread a token
+CUDA_STAGE = 512  # columns of D that a block holds at once
 
 
 def cuda(p: Problem, kernel: tuple[int, ...], merge: bool = False, spread: int = 1, overlap: bool = True):
@@ -477,7 +480,7 @@ def _cuda_16(p: Problem) -> CudaConfig | None:
     if clusters * spread <= 16 and blocks <= spread:
         return cuda(p, (16, 16, 1, 128), spread=spread)
     spread = min(8, cdiv(blocks, 2))
-    if clusters * spread <= 48:
+    if clusters * spread <= (48 if chunk_of(p.in_features) <= CUDA_STAGE else 30):  # two stages leave room for two such blocks, not three
         return cuda(p, (16, 16, 1, 128, 3), spread=spread)
     if p.tokens > 8 or (p.shared_a and p.groups % 2 == 0):  # a shrink of merged groups: 8 of them, T = 8 7.7 µs, here 8.4
         return None
@@ -614,8 +617,9 @@ def table(arch: str) -> dict:
     {"delta": [{"when": {"rank": [64, 64], "work": [4096, 8191]}, "split": false, "shrink": {"block_m": 16},
     "expand": {"loop": 4, "num_stages": 3}}, {"when": {…}, "fused": {"block_m": 64}}]}: the first rule whose ranges all
     hold is taken. `when` knows itemsize, rank (its block), rows (per slot), work (T · G), tokens, groups, out, slots;
-    the changes are fields of ShrinkConfig, ExpandConfig and FusedConfig. "cuda": null in their place keeps csrc/delta.cu out,
-    "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for it. "fused" is passed over where r is more than a block. A rule
+    the changes are fields of ShrinkConfig (merge: 1, 2, 4 or 8), ExpandConfig and FusedConfig. "cuda": null in their place keeps
+    csrc/delta.cu out, "cuda": {"kernel": [16, 64, 2, 128], "spread": 2} asks for one of CUDA_KERNELS (the fifth number 1 if not
+    given). "fused" is passed over where r is more than a block. A rule
     may not change what fixes a row's bits: chunk, chunks and rank_block.
     """
     path = os.environ.get("GROUPED_LORA_TABLE") or Path(__file__).parent / "launch_tables" / f"{arch}.json"
@@ -629,4 +633,8 @@ def table(arch: str) -> dict:
         frozen = {"chunk", "chunks", "rank_block"} & {k for part in ("shrink", "expand", "fused") for k in rule.get(part, ())}
         if frozen:
             raise ValueError(f"grouped_lora: a rule of {path} must not change {sorted(frozen)}, which fix a row's bits; got {rule}.")
+        if rule.get("shrink", {}).get("merge", 1) not in (1, 2, 4, 8):
+            raise ValueError(f"grouped_lora: a rule of {path} must merge 1, 2, 4 or 8 groups; got {rule}.")
+        if rule.get("cuda") and (*rule["cuda"].get("kernel", ()), 1)[:5] not in CUDA_KERNELS:
+            raise ValueError(f"grouped_lora: a rule of {path} must ask for a kernel of csrc/delta.cu; got {rule}.")
     return rules

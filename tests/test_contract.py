@@ -199,6 +199,15 @@ def test_a_launch_table_comes_first_and_may_not_change_bits(tmp_path, monkeypatc
         table.write_text('{"delta": [{"when": {}, "split": false, "shrink": {"chunk": 512}, "expand": {}}]}')
         with pytest.raises(ValueError, match=r"must not change \['chunk'\]"):
             launch.delta(p)
+        for rule, why in (
+            ('{"when": {}, "split": true, "shrink": {"merge": 3}, "expand": {}}', "must merge 1, 2, 4 or 8 groups"),
+            ('{"when": {}, "cuda": {"kernel": [16, 64, 1, 128, 3]}}', "must ask for a kernel of csrc/delta.cu"),
+            ('{"when": {}, "cuda": {"kernel": [16, 64, 1]}}', "must ask for a kernel of csrc/delta.cu"),
+        ):
+            launch.table.cache_clear()
+            table.write_text(f'{{"delta": [{rule}]}}')
+            with pytest.raises(ValueError, match=why):
+                launch.delta(p)
         launch.table.cache_clear()
         table.unlink()
         with pytest.raises(ValueError, match="GROUPED_LORA_TABLE must name a file"):

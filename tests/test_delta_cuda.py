@@ -127,20 +127,27 @@ def test_groups_that_share_a_tile_are_equally_wide(delta_gpu, sizes):
 
 
 # tokens, groups, D, N, rank, slots, shared A; what an H200 was fastest with (bench/NOTES.md): (clusters that share N, whether
-# groups share a tile), "early" or "in turn" for two launches of Triton's
+# groups share a tile; by the kernel of three blocks a multiprocessor), "early" or "in turn" for two launches of Triton's
 FEW = {
     "plain r16 T1": ((1, 1, 4096, 4096, 16, 8, True), (4, False)),
     "plain N8192 T1": ((1, 1, 4096, 8192, 16, 8, True), (8, False)),
     "plain N11264 T8": ((8, 1, 4096, 11264, 16, 8, True), "in turn"),
     "gate_up r16 T8": ((8, 2, 4096, 14336, 16, 8, False), "in turn"),
     "gate_up r16 T2": ((2, 2, 4096, 14336, 16, 8, False), "early"),
-    "wo_a r16 T8": ((8, 4, 4096, 1024, 16, 8, True), (2, True)),
-    "wo_a_g8 r16 T8": ((8, 8, 4096, 1024, 16, 8, True), (4, True)),
+    "wo_a r16 T4": ((4, 4, 4096, 1024, 16, 8, True), (1, False)),
+    "wo_a r16 T8": ((8, 4, 4096, 1024, 16, 8, True), (1, False, "crowded")),
+    "wo_a r16 T32": ((32, 4, 4096, 1024, 16, 8, True), (1, False, "crowded")),
+    "wo_a r16 S1 T32": ((32, 4, 4096, 1024, 16, 1, True), (1, False)),
+    "wo_a_g8 r16 T4": ((4, 8, 4096, 1024, 16, 8, True), (1, False, "crowded")),
+    "wo_a_g8 r16 T8": ((8, 8, 4096, 1024, 16, 8, True), "in turn"),
+    "qkv r16 T8": ((8, 3, 4096, 4096, 16, 8, False), (2, False, "crowded")),
+    "plain r16 T8": ((8, 1, 4096, 4096, 16, 8, True), (2, False, "crowded")),
+    "plain r16 S64 T16": ((16, 1, 4096, 4096, 16, 64, True), (2, False, "crowded")),
     "wo_a r64 T1": ((1, 4, 4096, 1024, 64, 8, True), (1, False)),
     "wo_a r64 T2": ((2, 4, 4096, 1024, 64, 8, True), "early"),
     "wo_a r64 T4": ((4, 4, 4096, 1024, 64, 8, True), "in turn"),
     "wo_a r64 S1 T4": ((4, 4, 4096, 1024, 64, 1, True), (1, False)),
-    "plain r16 T16": ((16, 1, 4096, 4096, 16, 8, True), "in turn"),
+    "plain r16 T16": ((16, 1, 4096, 4096, 16, 8, True), (2, False, "crowded")),
     "plain r16 T32": ((32, 1, 4096, 4096, 16, 8, True), "early"),
     "plain r16 S64 T64": ((64, 1, 4096, 4096, 16, 64, True), "in turn"),
     "wo_a_g8 r16 T32": ((32, 8, 4096, 1024, 16, 8, True), "in turn"),
@@ -151,4 +158,11 @@ FEW = {
 def test_few_rows_go_where_they_were_fastest(point):
     sizes, want = FEW[point]
     c = launch.delta(launch.Problem("sm_90", 132, 2, *sizes))
-    assert (("early" if c.shrink.early else "in turn") if c.cuda is None else (c.cuda.spread, c.cuda.merged > 1)) == want
+    how = () if c.cuda is None else (c.cuda.spread, c.cuda.merged > 1, *(["crowded"] if c.cuda.blocks > 1 else []))
+    assert (how or ("early" if c.shrink.early else "in turn")) == want
+
+
+def test_a_longer_d_leaves_room_for_fewer_clusters():
+    """Its chunks take two stages of shared memory, with which two blocks of that kernel fit a multiprocessor, not three."""
+    p = launch.Problem("sm_90", 132, 2, 8, 4, 4096, 1024, 16, 8, True)
+    assert launch.delta(p).cuda.blocks == 3 and launch.delta(launch.replace(p, in_features=7168)).cuda is None

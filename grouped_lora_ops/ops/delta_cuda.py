@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import cuda
-from ..launch import CudaConfig, chunk_of, chunks_of
+from ..launch import CUDA_STAGE, CudaConfig, chunk_of, chunks_of
 from .common import rows_of_vectors, slice_starts, stride
 
-THREADS, MAX_SLICES, STAGE = 256, 8, 512  # STAGE: columns of D
+THREADS, MAX_SLICES = 256, 8
 IDS64, COPY, OVERLAP = 1, 2, 4
 # struct Params: x a b base out ids ranks scalings; strides; sizes and flags; where slices start
 LAYOUT = "8P13q11I9I"
@@ -55,7 +55,7 @@ def delta(
     kernel = f"{'fp16' if x.dtype == torch.float16 else 'bf16'}_{config.kernel}"
     shared = module.constant(name, f"shared_delta_{kernel}")
     function = module.function(name, f"delta_{kernel}", shared, config.cluster > 8)
-    if config.cluster > 1 and chunk_of(features) <= STAGE:
+    if config.cluster > 1 and chunk_of(features) <= CUDA_STAGE:
         shared = module.constant(name, f"one_stage_delta_{kernel}")
 
     flags = (IDS64 if ids.dtype.itemsize == 8 else 0) | (COPY if copy else 0) | (OVERLAP if config.overlap else 0)

@@ -53,11 +53,15 @@ def shrinks(p: launch.Problem) -> list[tuple[dict, bool]]:
             (16, 128, 2, 4), (16, 128, 4, 4), (16, 64, 2, 8), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4),
             (64, 128, 8, 4), (64, 64, 4, 6), (64, 64, 4, 8),
         )  # fmt: skip
-        return [
+        found = [
             (dict(block_m=16, block_r=r, block_k=k, num_warps=w, num_stages=s), True)
             for r, k, w, s in tiles
             if r <= block
         ]
+        if launch.shrink(p, True).merge > 1:  # else what is not said about merging is the closed form's
+            taller = [(dict(block_m=32, block_r=16, block_k=128, num_warps=w, num_stages=4), True) for w in (2, 4)]
+            found += taller + [(tile | {"merge": 1}, split) for tile, split in found]
+        return found
     tiles = (
         (16, 64, 4, 6, True), (16, 128, 4, 4, True), (32, 64, 4, 5, True), (32, 128, 4, 3, True), (64, 64, 4, 3, True), (64, 64, 4, 4, True),
         (64, 128, 4, 2, True), (128, 64, 4, 3, True), (128, 64, 8, 4, True), (128, 64, 8, 3, True), (16, 128, 4, 5, False), (32, 128, 4, 3, False),
