@@ -2,7 +2,7 @@
 //
 // What tile.cuh wraps is done here by hand. Stores to other blocks arrive late and in any order; shared memory is as long
 // as the launch says, starts as garbage and has forbidden pages behind it. Stands in for tile.cuh; one cluster is a grid.
-// hopper_on_cpu.h adds what csrc/hopper.cuh has.
+// hopper_on_cpu.h adds what csrc/hopper.cuh has, delta_on_cpu.h what csrc/delta.cu uses.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
