@@ -19,7 +19,7 @@ import torch
 from cases import FORMS, assert_equal, build, want_delta, want_shrink
 
 import grouped_lora_ops as gl
-from grouped_lora_ops import _checks, cuda, driver, reference
+from grouped_lora_ops import _checks, cuda, driver, launch, reference
 from grouped_lora_ops.ops import common, prepared
 
 WAYS = ["C", "ctypes"]
@@ -72,6 +72,17 @@ def test_a_repeated_delta_reads_and_writes_its_own_tensors(gpu, form):
     op("delta_")(out, *second.factors, second.out_sizes, second.ranks)
     assert_equal(out, want, "in place")
     assert out._version > version and len(held("delta_")) == 1
+
+
+@pytest.mark.parametrize("form", ["slices", "shared input"])
+def test_groups_shrunk_as_one_are_repeated(gpu, monkeypatch, form):
+    """Their A and h are views, whose addresses are those of the call's tensors."""
+    monkeypatch.setattr(launch, "_fused", lambda p: launch.fused(p, 16))
+    for seed in (0, 1, 2):
+        c = small(form, tokens=9, seed=seed)
+        assert_equal(delta(c), want_delta(c))
+        assert len(held("delta")) == 1
+    assert len(gpu.launches) == 4, "two launches, twice"
 
 
 @pytest.fixture
