@@ -474,17 +474,17 @@ def _cuda_16(p: Problem) -> CudaConfig | None:
         if p.tokens > most or (p.slots > 1 and p.rows_per_slot > 12):
             return None
     clusters, blocks = estimated_tiles(p, 16) * p.groups, cdiv(p.out_features, 128 * PARTS)
-    spread = max(1, min(8, blocks, 16 // max(1, clusters)))
-    if p.out_features > 4096 and blocks > spread:
+    few = max(1, min(8, blocks, 16 // max(1, clusters)))
+    if p.out_features > 4096 and blocks > few:
         return None
-    if clusters * spread <= 16 and blocks <= spread:
-        return cuda(p, (16, 16, 1, 128), spread=spread)
+    if clusters * few <= 16 and blocks <= few:
+        return cuda(p, (16, 16, 1, 128), spread=few)
     spread = min(8, cdiv(blocks, 2))
     if clusters * spread <= (48 if chunk_of(p.in_features) <= CUDA_STAGE else 30):  # two stages leave room for two such blocks, not three
         return cuda(p, (16, 16, 1, 128, 3), spread=spread)
     if p.tokens > 8 or (p.shared_a and p.groups % 2 == 0):  # a shrink of merged groups: 8 of them, T = 8 7.7 µs, here 8.4
         return None
-    return cuda(p, (16, 16, 1, 128), spread=max(1, min(8, blocks, 16 // clusters)))
+    return cuda(p, (16, 16, 1, 128), spread=few)
 
 
 def delta(p: Problem) -> DeltaConfig:

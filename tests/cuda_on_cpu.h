@@ -25,6 +25,8 @@ typedef unsigned long long u64;
 typedef long long i64;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(8) float2 { float x, y; };
 #define CLUSTERS 1
 #define __global__
 #define __device__
@@ -210,9 +212,12 @@ inline void run(u32 count, u32 size, u32 shared, u32 seed, std::function<void()>
 
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline u32 __popc(u32 v) { return __builtin_popcount(v); }
 inline u32 __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
 inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
 inline void __syncthreads() { cpu::await(cpu::now->block->gate, cpu::arrive(cpu::now->block->gate)); }
 inline void __syncwarp() { cpu::exchange(0, 0); }
 inline u32 __ballot_sync(u32, bool value) {
@@ -225,6 +230,13 @@ inline u32 __ballot_sync(u32, bool value) {
 template <class V> V __shfl_up_sync(u32, V value, u32 by) {
     const u32 lane = threadIdx.x % 32;
     return cpu::exchange(value, lane >= by ? lane - by : lane);
+}
+template <class V> V __shfl_xor_sync(u32, V value, u32 with) {
+    u64 bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    bits = cpu::exchange(bits, threadIdx.x % 32 ^ with);
+    memcpy(&value, &bits, sizeof value);
+    return value;
 }
 inline u32 shared_address(const void *p) {
     return cpu::now->block->place << 20 | (cpu::shared_start + (u32)((const u8 *)p - cpu::now->block->memory));
@@ -256,3 +268,30 @@ inline void wait_for_producer() {
 inline void let_consumer_start() {
     if (cpu::consumer) cpu::consumer();
 }
+inline void load_matrix4(u32 (&r)[4], u32 from) {
+    u64 all[32];
+    if (from % 16) cpu::fail("ldmatrix: an address that is not a multiple of 16");
+    cpu::exchange(from, 0, all);
+    const u32 lane = threadIdx.x % 32;
+    for (u32 i = 0; i < 4; ++i) memcpy(&r[i], cpu::at((u32)all[8 * i + lane / 4], 16) + lane % 4 * 4, 4);
+}
+template <class E> void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    u64 as[4][32], bs[2][32];
+    for (u32 i = 0; i < 4; ++i) cpu::exchange(a[i], 0, as[i]);
+    cpu::exchange(b0, 0, bs[0]), cpu::exchange(b1, 0, bs[1]);
+    const u32 lane = threadIdx.x % 32;
+    for (u32 i = 0; i < 4; ++i)
+        for (u32 k = 0; k < 16; ++k) {
+            const u32 pair = k % 8 / 2, shift = 16 * (k % 2), n = lane % 4 * 2 + i % 2;
+            c[i] += E::widen((u32)as[i / 2 + 2 * (k / 8)][lane / 4 * 4 + pair] >> shift) * E::widen((u32)bs[k / 8][n * 4 + pair] >> shift);
+        }
+}
+struct bf16 {
+    static constexpr bool SCALED = false;
+    static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<bf16>(c, a, b0, b1); }
+    static u16 round(float v) {
+        const u32 b = __float_as_uint(v);
+        return (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
+    }
+    static float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+};

@@ -6,10 +6,6 @@
 #define __align__(n) alignas(n)
 #define __cluster_dims__(...)
 
-struct alignas(8) float2 { float x, y; };
-struct alignas(8) uint2 { u32 x, y; };
-inline int max(int a, int b) { return a > b ? a : b; }
-
 namespace cpu {
 struct Copy { u32 to; const void *from; int bytes; u32 group; };
 struct Copies { std::vector<Copy> under_way; u32 group = 0; };
@@ -59,10 +55,6 @@ inline const char *run_clusters(u32 count, u32 tiles, u32 deep, u32 size, u32 sh
 } // namespace cpu
 extern "C" void hide(void *at, size_t bytes, u32 integer) { cpu::hidden.push_back({(u8 *)at, bytes, integer, {}}); }
 
-inline u32 __float_as_uint(float f) { u32 v; memcpy(&v, &f, 4); return v; }
-inline float __shfl_xor_sync(u32, float v, u32 with) {
-    return __uint_as_float(cpu::exchange(__float_as_uint(v), threadIdx.x % 32 ^ with));
-}
 inline u32 __syncthreads_count(bool v) { return cpu::sum_over_block(v); }
 inline bool __syncthreads_and(bool v) { return cpu::sum_over_block(!v) == 0; }
 
@@ -87,33 +79,6 @@ template <int N> void copies_wait() {
     }
     c.under_way.resize(kept);
 }
-inline void load_matrix4(u32 (&r)[4], u32 from) {
-    u64 all[32];
-    if (from % 16) cpu::fail("ldmatrix: an address that is not a multiple of 16");
-    cpu::exchange(from, 0, all);
-    const u32 lane = threadIdx.x % 32;
-    for (u32 i = 0; i < 4; ++i) memcpy(&r[i], cpu::at((u32)all[8 * i + lane / 4], 16) + lane % 4 * 4, 4);
-}
-template <class E> void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    u64 as[4][32], bs[2][32];
-    for (u32 i = 0; i < 4; ++i) cpu::exchange(a[i], 0, as[i]);
-    cpu::exchange(b0, 0, bs[0]), cpu::exchange(b1, 0, bs[1]);
-    const u32 lane = threadIdx.x % 32;
-    for (u32 i = 0; i < 4; ++i)
-        for (u32 k = 0; k < 16; ++k) {
-            const u32 pair = k % 8 / 2, shift = 16 * (k % 2), n = lane % 4 * 2 + i % 2;
-            c[i] += E::widen((u32)as[i / 2 + 2 * (k / 8)][lane / 4 * 4 + pair] >> shift) * E::widen((u32)bs[k / 8][n * 4 + pair] >> shift);
-        }
-}
-struct bf16 {
-    static constexpr bool SCALED = false;
-    static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<bf16>(c, a, b0, b1); }
-    static u16 round(float v) {
-        const u32 b = __float_as_uint(v);
-        return (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
-    }
-    static float widen(u16 v) { return __uint_as_float((u32)v << 16); }
-};
 struct fp16 {
     static constexpr bool SCALED = true;
     static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<fp16>(c, a, b0, b1); }

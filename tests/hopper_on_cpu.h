@@ -13,13 +13,9 @@
 #define __align__(n) // addresses are those of the emulated shared memory
 #define gridDim (::cpu::grid)
 
-struct float2 { float x, y; };
-struct uint2 { u32 x, y; };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-inline int min(int a, int b) { return a < b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
 
 namespace cpu {
 constexpr u64 MAP = 0x70616d20726f736e;
@@ -328,7 +324,6 @@ inline u32 atomicAdd(u32 *at, u32 more) {
     }
 }
 template <class V> V __shfl_sync(u32, V value, u32 from) { return cpu::exchange(value, from); }
-template <class V> V __shfl_xor_sync(u32, V value, u32 with) { return cpu::exchange(value, threadIdx.x % 32 ^ with); }
 inline bool __any_sync(u32 mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline u32 atomicOr(u32 *at, u32 bits) {
     const u32 old = *at;
@@ -336,35 +331,6 @@ inline u32 atomicOr(u32 *at, u32 bits) {
     return old;
 }
 
-inline void load_matrix4(u32 (&r)[4], u32 from) {
-    u64 all[32];
-    if (from % 16) cpu::fail("ldmatrix: an address that is not a multiple of 16");
-    cpu::exchange(from, 0, all);
-    const u32 lane = threadIdx.x % 32;
-    for (u32 i = 0; i < 4; ++i) memcpy(&r[i], cpu::at((u32)all[8 * i + lane / 4], 16) + lane % 4 * 4, 4);
-}
-struct bf16 {
-    static void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-        u64 as[4][32], bs[2][32];
-        for (u32 i = 0; i < 4; ++i) cpu::exchange(a[i], 0, as[i]);
-        cpu::exchange(b0, 0, bs[0]), cpu::exchange(b1, 0, bs[1]);
-        const u32 lane = threadIdx.x % 32;
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 n = lane % 4 * 2 + i % 2;
-            for (u32 k = 0; k < 16; ++k) {
-                const u32 pair = k % 8 / 2, shift = 16 * (k % 2);
-                c[i] += widen((u32)as[i / 2 + 2 * (k / 8)][lane / 4 * 4 + pair] >> shift) * widen((u32)bs[k / 8][n * 4 + pair] >> shift);
-            }
-        }
-    }
-    static u16 round(float v) {
-        u32 b;
-        memcpy(&b, &v, 4);
-        if ((b & 0x7fffffff) > 0x7f800000) return 0x7fff;
-        return (b + 0x7fff + (b >> 16 & 1)) >> 16;
-    }
-    static float widen(u16 v) { return __uint_as_float((u32)v << 16); }
-};
 inline float product(float a, float b) { return a * b; }
 inline u32 two(float first, float second) { return bf16::round(first) | (u32)bf16::round(second) << 16; }
 inline u32 exchange(u32 v, u32 with) { return __shfl_xor_sync(~0u, v, with); }

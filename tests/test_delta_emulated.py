@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 from cases import FORMS, build
@@ -35,14 +33,13 @@ def translated(change=lambda text: text, most=64) -> str:
     """csrc/delta.cu as C++, its kernels of up to `most` ranks: what is not plain C++ in it is replaced, each so often."""
     text = KERNEL.sub(lambda found: found[0] if int(found[2]) <= most else "", change((ROOT / "csrc/delta.cu").read_text()))
     text = re.sub(r"\\\n(ALL\()", r"\n\1", text)  # where the last line of the list is gone
-    for pattern, by, times in (
+    text = emulation.replaced(
+        text,
         (r'#include "tile.cuh"', f'#include "{ROOT / "tests/delta_on_cpu.h"}"', 1),
         (r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 1),
         (r'asm volatile\("ld\.relaxed\.gpu\.global\.[^;]*;".*', "v = *from;", 4),
         (r'asm volatile\("prefetch\.global\.L2[^;]*;".*', ";", 1),
-    ):
-        text, found = re.subn(pattern, by, text)
-        assert found == times, pattern
+    )
     text = re.sub(r"blockIdx\.([yz])", r"cpu::block_\1", text)
     run = (
         'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 tiles, u32 deep, u32 shared, u32 seed) '
@@ -53,20 +50,12 @@ def translated(change=lambda text: text, most=64) -> str:
 
 def compiled(folder: Path, *how):
     text = translated(*how)
-    (folder / "delta.cpp").write_text(text)
-    # no fma but those that the source asks for: the GPU rounds twice, too
-    command = ["g++", "-std=c++17", "-O2", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-    subprocess.run([*command, "-o", folder / "delta.so", folder / "delta.cpp"], check=True)
-    library = ctypes.CDLL(str(folder / "delta.so"))
-    for name in names_of(text):
-        getattr(library, f"run_{name}").restype = ctypes.c_char_p
-    return library
+    return emulation.compiled(folder, "delta", text, names_of(text))
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    if shutil.which("g++") is None or sys.platform != "linux":
-        pytest.skip("needs g++ on Linux")
+    emulation.needs_compiler()
     return compiled(tmp_path_factory.mktemp("delta_on_cpu"))
 
 

@@ -9,12 +9,11 @@ import ctypes
 import importlib
 import mmap
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 from cases import FORMS, NAN, assert_equal, place, rounded
@@ -45,12 +44,11 @@ def translated(change=lambda text: text, stem="linear") -> str:
     assert len(lines) == 3
     head = "\n".join([f'#include "{ROOT / "tests/hopper_on_cpu.h"}"', *lines])
     # the header's templates use the constants' types only, so that what it includes may stand in front
-    for pattern, by in (
-        (r'#include "hopper.cuh"', head),
-        (r"extern __shared__ u8 memory\[\];", "u8 *memory = cpu::now->block->memory;"),
-    ):
-        text, found = re.subn(pattern, lambda _, by=by: by, text)
-        assert found == 1, pattern
+    text = emulation.replaced(
+        text,
+        (r'#include "hopper.cuh"', head, 1),
+        (r"extern __shared__ u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 1),
+    )
     run = (
         'extern "C" const char *run_%s(const Params *p, u32 blocks, u32 threads, u32 shared, u32 seed, void *ahead, '
         "size_t bytes) { return cpu::run_grid(blocks, threads, shared, seed, ahead, bytes, [=] { %s(*p); }); }\n"
@@ -64,19 +62,11 @@ def kernels_of(text: str) -> list[str]:
 
 def compiled(folder: Path, change=lambda text: text, stem="linear"):
     text = translated(change, stem)
-    (folder / f"{stem}.cpp").write_text(text)
-    # no fma: what rounds twice on the GPU must do so here
-    command = ["g++", "-std=c++17", "-O2", "-w", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
-    subprocess.run([*command, "-o", folder / f"{stem}.so", folder / f"{stem}.cpp"], check=True)
-    library = ctypes.CDLL(str(folder / f"{stem}.so"))
-    for name in kernels_of(text):
-        getattr(library, f"run_{name}").restype = ctypes.c_char_p
-    return library
+    return emulation.compiled(folder, stem, text, kernels_of(text))
 
 
 def compiled_once(tmp_path_factory, stem):
-    if shutil.which("g++") is None or sys.platform != "linux":
-        pytest.skip("needs g++ on Linux")
+    emulation.needs_compiler()
     return compiled(tmp_path_factory.mktemp(f"{stem}_on_cpu"), stem=stem)
 
 

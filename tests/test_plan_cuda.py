@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import mmap
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import emulation
 import pytest
 import torch
 from cases import assert_equal
@@ -32,27 +29,21 @@ WILD = {torch.int32: (-(2**31), 2**31 - 1), torch.int64: (-(2**32), 2**32, 2**32
 def translated() -> str:
     """csrc/plan.cu as C++: what is not plain C++ in it is replaced, each so often."""
     text = (ROOT / "csrc/plan.cu").read_text()
-    for pattern, by, times in (
+    text = emulation.replaced(
+        text,
         (r'#include "tile.cuh"', f'#include "{ROOT / "tests/cuda_on_cpu.h"}"', 1),
         (r"extern __shared__ __align__\(128\) u8 memory\[\];", "u8 *memory = cpu::now->block->memory;", 2),
         (r'asm volatile\("ld\.relaxed\.gpu\.global\.u32 [^;]*;".*', "v = *(const u32 *)from;", 1),
         (r'asm volatile\("st\.async\.[^;]*;".*', "send(to, &v, sizeof v, barrier);", 2),
-    ):
-        text, found = re.subn(pattern, by, text)
-        assert found == times, pattern
+    )
     run = 'extern "C" void run_%s(const Params *p, u32 blocks, u32 shared, u32 seed) { cpu::run(blocks, THREADS, shared, seed, [=] { %s(*p); }); }\n'
     return text + "".join([run % (name, name) for name in ("plan", "plan_pairs")])
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    if shutil.which("g++") is None or sys.platform != "linux":
-        pytest.skip("needs g++ on Linux")
-    folder = tmp_path_factory.mktemp("plan_on_cpu")
-    (folder / "plan.cpp").write_text(translated())
-    command = ["g++", "-std=c++17", "-O2", "-w", "-shared", "-fPIC", "-o", folder / "plan.so", folder / "plan.cpp"]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(folder / "plan.so"))
+    emulation.needs_compiler()
+    return emulation.compiled(tmp_path_factory.mktemp("plan_on_cpu"), "plan", translated())
 
 
 class OnCpu:
