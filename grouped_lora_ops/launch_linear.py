@@ -208,10 +208,15 @@ def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig
     """config with as many stages as leave room for a block of csrc/stream.cu beside all of its own; it has the time that W takes."""
     if config is None:
         return None
+    block_r = launch.rank_block(p.rank, p.itemsize)
+    if config.merge > 1 and block_r > 16:  # all ranks at once: fewer programs beside W's (wo_a r 64 T = 32: 23.4 µs, by 16 ranks 24.7)
+        whole = launch.shrink_with(p, config.block_m, block_r, 64, 4, 6, True)
+        config = replace(whole, pdl=config.pdl, merge=config.merge)
     # with low ranks three stages are as good as four, so there is room for programs without rows, too (wo_a r 16 T = 64: 18.7 µs, 20.9)
     low = p.rank <= 16
-    tiles = config.tiles if low else launch.estimated_tiles(p, config.block_m)
-    programs = tiles * cdiv(p.rank, config.block_r) * config.chunks * p.groups
+    height = config.block_m // config.merge  # tokens of a tile
+    tiles = launch.tile_count(height, p.tokens, p.slots, p.slots == 1) if low else launch.estimated_tiles(p, height)
+    programs = tiles * cdiv(p.rank, config.block_r) * config.chunks * p.groups // config.merge
     stage = (config.block_m + config.block_r) * config.block_k * p.itemsize
     room = shared_memory(p.arch) - STREAM_FIXED - stream_bytes(beside, stream_ranks(p.rank))
     fit = (room // cdiv(programs, p.sms) - 2 * KB) // stage  # Triton has one less in shared memory

@@ -83,7 +83,8 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     xg, outg = common.grouped(x, 3), common.grouped(out, 3)
     sizes = dims.out_sizes if dims.h_grouped else None
     widest, groups = (dims.out_features, dims.groups) if sizes is None else (max(sizes), len(sizes))
-    problem = common.problem(x, dims.tokens, groups, dims.in_features, widest, dims.rank, dims.slots)
+    shared_a = dims.rank > 0 and dims.slots > 0 and lora_a.dim() == 3 and xg.shape[1] > 1
+    problem = common.problem(x, dims.tokens, groups, dims.in_features, widest, dims.rank, dims.slots, shared_a)
     choose = launch_linear.linear if weight_scale is None else launch_linear.scaled
     config = common.configured(choose, problem, False, x.dtype == torch.float16)
     weight, scales = _as_kernels_read(weight, weight_scale, problem.arch)
