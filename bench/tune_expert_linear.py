@@ -167,8 +167,9 @@ def mlp_call(w):
 def problem_of(w) -> le.ExpertProblem:
     arch, sms = common._facts(torch.cuda.current_device()) if DEVICE.type == "cuda" else common.INTERPRETER
     return le.ExpertProblem(
-        arch, sms, w.dtype.itemsize, w.M, w.experts, w.slots, w.groups, w.groups, w.D, w.N // w.groups, w.rank, w.slots > 1
-    )
+        arch, sms, w.dtype.itemsize, w.M, w.experts, w.slots, w.groups, w.groups, w.D, w.N // w.groups, w.rank, w.slots > 1,
+        w.top_k,
+    )  # fmt: skip
 
 
 def compile_some(tasks: list[tuple]) -> list[str]:

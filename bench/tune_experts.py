@@ -32,8 +32,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def problem_of(w: workloads.ExpertWorkload) -> le.ExpertProblem:
     arch, sms = common._facts(torch.cuda.current_device()) if DEVICE.type == "cuda" else common.INTERPRETER
     return le.ExpertProblem(
-        arch, sms, w.dtype.itemsize, w.M, w.experts, w.slots, w.groups, w.groups, w.D, w.N // w.groups, w.rank
-    )
+        arch, sms, w.dtype.itemsize, w.M, w.experts, w.slots, w.groups, w.groups, w.D, w.N // w.groups, w.rank,
+        top_k=w.top_k,
+    )  # fmt: skip
 
 
 def shrinks(p: le.ExpertProblem) -> list[dict]:

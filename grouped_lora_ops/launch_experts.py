@@ -22,7 +22,9 @@ from .launch import (
 )
 
 ROUTE, PLAN, EXPERT = 0, 1, 2  # as in kernels.expert_tile
-ROUTE_LIMIT = 128  # up to here a program takes one route and no plan is read: few routes share an expert, and a plan costs 3 µs
+ROUTE_LIMIT = 128  # up to here programs look through the ids themselves and no plan is read, which would cost 4 µs
+LONE_ROUTES = 64  # up to here every route is a tile of its own: to look for others takes longer than what they read
+SHARE_PROGRAMS = 4  # a multiprocessor's, up to which an expand's programs share tiles
 RANK_LIMIT = 4096  # up to here a route's place is counted against all others: M²/132 comparisons a multiprocessor
 COUNT_LIMIT = 2048  # (expert, slot) pairs up to which programs count them in a row of scratch each
 
@@ -43,6 +45,7 @@ class ExpertProblem:
     out_features: int  # of one group
     rank: int
     mixed: bool = False  # tokens name their adapters, one of several: an expert's routes have different ones
+    top_k: int = 8  # routes of a token
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ExpertPlanConfig:
 class ExpertShrinkConfig:
     mode: int
     tiles: int
-    plan_rows: int
+    plan_rows: int  # of mode ROUTE what `tokens_of_tile` says
     block_m: int
     block_c: int  # columns of h a program makes; they run through all groups
     rank_block: int
@@ -82,6 +85,7 @@ class ExpertExpandConfig:
     block_m: int
     block_n: int
     loop: int  # blocks of N a program takes in turn, with h in registers
+    shares: int  # tiles and parts of tiles, up to which programs without a tile take a part of another's (PLAN); 0: none do
     rank_block: int
     precision: str
     num_warps: int
@@ -177,6 +181,14 @@ def needs_plan(routes: int) -> bool:
     return routes > ROUTE_LIMIT
 
 
+def tokens_of_tile(p: ExpertProblem) -> int:
+    """How many tokens' routes may share a tile of mode ROUTE, which is 16 high: 1 where that is not to be expected.
+
+    H200, qwen3-30b and dsv3, 128 routes: all on two experts 30 to 65 % less time, evenly spread up to 9 % more, 4 in the mean.
+    """
+    return 16 if p.routes > LONE_ROUTES and (p.top_k <= 4 or p.experts * max(p.slots, 1) <= 32) else 1
+
+
 def expert_plan(routes: int, experts: int, slots: int) -> ExpertPlanConfig:
     """How the plan is made: two launches by counting; by torch.sort where both routes and (expert, slot) pairs are many."""
     rows, width = plan_rows(routes, experts, slots), power_of_2(pairs(experts, slots) + 2)
@@ -194,7 +206,7 @@ def expert_plan(routes: int, experts: int, slots: int) -> ExpertPlanConfig:
 def _tiles(p: ExpertProblem, block_m: int) -> tuple[int, int, int, int]:
     """(mode, programs along the routes, plan_rows, block_m)."""
     if not needs_plan(p.routes):
-        return ROUTE, p.routes, 16, 16
+        return ROUTE, p.routes, tokens_of_tile(p), 16
     rows = plan_rows(p.routes, p.experts, p.slots)
     block_m = min(block_m, rows)
     return PLAN, plan_tiles(p.routes, p.experts, p.slots) * (rows // block_m), rows, block_m
@@ -242,24 +254,34 @@ def shrink_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertShrinkC
 
 
 def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
-    """Split over D while programs are few; then whole rows, x read once for gate and up."""
+    """Split over D while programs are few; then whole rows, x read once for gate and up. By what was fastest on an H200 in bf16
+    (bench/NOTES.md): qwen3-30b and dsv3, r 32."""
     width, rows = rank_block(p.rank, p.itemsize), rows_each(p)
     columns = width * p.a_groups
-    tiles = estimated_tiles(p, 16)
-    chunks = chunks_of(p.in_features)
-    if may_split and (tiles < 0.75 * p.sms or (p.in_features > 4096 and tiles < 4 * p.sms)):
-        block_c = min(columns, 64)
-        while block_c > 16 and tiles * chunks * columns // block_c < 2 * p.sms:
+    tiles, chunks, deep = estimated_tiles(p, 16), chunks_of(p.in_features), p.in_features > 4096
+    # a long D is split up to many tiles, though whole sums are 5 % faster from 128 evenly spread routes on: with two experts for all
+    # tokens, so with few tiles, they take up to twice as long (dsv3, T = 256: 25 µs by chunks, 33)
+    few = tiles < 0.75 * p.sms or (p.in_features > 1024 and not needs_plan(p.routes)) or (deep and tiles < 4 * p.sms)
+    if may_split and few and tiles * chunks < 16 * p.sms:
+        if tiles <= 16 and columns == 64:
+            return shrink_with(p, 16, block_c=16, block_k=128 if tiles <= 8 else 64, num_warps=2, split=True, num_stages=6)
+        block_c, least = min(columns, 64), 32 if 16 < tiles and columns <= 64 else 16
+        while block_c > least and tiles * chunks * columns // block_c < 2 * p.sms:
             block_c //= 2
-        if tiles * chunks < 16 * p.sms:
-            return shrink_with(p, 16, block_c=block_c, split=True, num_stages=4 if block_c <= 32 else 3)
-    block_m = 64 if rows >= 48 else 32 if rows >= 32 else 16
+        stages = 5 if columns <= 32 and p.in_features <= 1024 else 4 if block_c <= 32 else 3
+        return shrink_with(p, 16, block_c=block_c, split=True, num_stages=stages)
+    block_m = 64 if rows >= 48 or (rows >= 32 and columns == 64) else 32 if rows >= 32 else 16
     block_c = min(columns, 128)
     if block_c >= 128:
         if width <= 64:  # H200, qwen3-30b gate_up r 64 S4 T = 4096 (64 rows): expert_linear 768 µs, by 8 warps 803; dsv3 (32 rows): 6632, 6827
             return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=4, num_stages=4 if block_m == 32 else 3)
         return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=8 if block_m > 16 else 4, num_stages=3)
-    return shrink_with(p, block_m, block_c=block_c, block_k=128 if block_m <= 32 else 64, num_stages=3 if block_c > 32 and block_m <= 32 else 4)
+    if block_m == 64 and rows >= 48:
+        return shrink_with(p, block_m, block_c=block_c, block_k=64, num_stages=5)
+    stages = 4 if block_c <= 32 else 3
+    if block_m == 16 and block_c == 64 and tiles <= 2.5 * p.sms:  # with one more, two programs fit a multiprocessor, not three
+        stages = 4 if needs_plan(p.routes) else 5
+    return shrink_with(p, block_m, block_c=block_c, block_k=128, num_stages=stages)
 
 
 def expand_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertExpandConfig:
@@ -284,22 +306,37 @@ def expand_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertExpandC
         chosen["num_stages"] = min(chosen["num_stages"], 2)
     if p.rank > width:
         chosen["loop"] = 1
-    return ExpertExpandConfig(**chosen)
+    shares = 0
+    if mode == PLAN and chosen["loop"] > 1:
+        shares = min(tiles, SHARE_PROGRAMS * p.sms // (p.groups * cdiv(p.out_features, chosen["block_n"] * chosen["loop"])))
+    return ExpertExpandConfig(shares=shares, **chosen)
 
 
 def expand(p: ExpertProblem) -> ExpertExpandConfig:
-    """Narrow blocks while programs are few, then several blocks of N behind one load of h."""
+    """A block of N a program while they are few, then several behind one load of h. By what was fastest on an H200, as `shrink`."""
     width, rows = rank_block(p.rank, p.itemsize), rows_each(p)
-    block_n = 128 if width <= 64 else 64
-    programs = estimated_tiles(p, 16) * p.groups * cdiv(p.out_features, block_n)
-    if programs < p.sms:
-        return expand_with(p, 16, block_n=64, num_warps=4)
+    narrow_b = width <= 64
+    block_n = 128 if narrow_b else 64
     if rows >= 32:
-        if rows >= 96 and width <= 64:
-            return expand_with(p, 64, block_n=64, loop=16, num_stages=4)  # dsv3 down, T = 4096: 363 µs; blocks of 128 columns 424
+        if narrow_b:  # dsv3 down: T = 1024 145 µs, by 128 columns 189, T = 4096 363, 424
+            return expand_with(p, 32 if 48 <= rows < 96 else 64, block_n=64, loop=16, num_stages=4)
         return expand_with(p, 32, block_n=block_n, loop=4, num_stages=3)
-    loop = 8 if programs > 16 * p.sms else 4 if programs > 8 * p.sms else 1
-    return expand_with(p, 16, block_n=block_n, loop=loop, num_stages=3)
+    a_multiprocessor = estimated_tiles(p, 16) * p.groups * cdiv(p.out_features, block_n) / p.sms  # programs without a loop
+    if a_multiprocessor <= 8:
+        return expand_with(p, 16, block_n=block_n, num_stages=3)
+    if narrow_b and p.itemsize == 2:
+        two_warps = dict(num_warps=2, num_stages=2)
+        if not needs_plan(p.routes):
+            if p.routes <= 64 or a_multiprocessor <= 12:
+                return expand_with(p, 16, block_n=128, loop=2, **two_warps)
+        elif a_multiprocessor <= 16:
+            if width <= 32 and (rows < 12 or p.groups == 2):
+                return expand_with(p, 16, block_n=64, loop=4, **two_warps)
+        elif p.out_features > 4096:
+            return expand_with(p, 16, block_n=64, loop=8, num_warps=2, num_stages=3)
+        elif width == 32 and 2 <= rows < 12:
+            return expand_with(p, 16, block_n=128, loop=8, **two_warps)
+    return expand_with(p, 16, block_n=block_n, loop=8 if a_multiprocessor > 16 else 4, num_stages=3)
 
 
 def fused_with(p: ExpertProblem, block_m: int, **changes) -> ExpertFusedConfig:

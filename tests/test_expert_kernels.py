@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import DTYPES, NAN, assert_bits, assert_equal, place, rounded
 from conftest import GPU, poisoned
 from torch import Tensor
 
 from grouped_lora_ops import launch_experts, reference
+from grouped_lora_ops.kernels import expert_tile
 from grouped_lora_ops.ops import common, prepared
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -37,7 +40,8 @@ def force(monkeypatch):
 
     plan: tiles come from a plan at any number of routes. fused, split, whole: delta in one launch, or two with the sum
     over D cut or not. tall: plan tiles of 64 routes, kernels of 32, several blocks of N a program. mixed: base and delta
-    over tiles of an expert, whatever the slots; without it (and with a plan) over the plan's tiles.
+    over tiles of an expert, whatever the slots; without it (and with a plan) over the plan's tiles. together: routes of a pair
+    share tiles without a plan, at any number of routes.
     """
 
     def apply(how: str):
@@ -46,6 +50,7 @@ def force(monkeypatch):
         prepared.forget()
         if "plan" in words:
             monkeypatch.setattr(launch_experts, "ROUTE_LIMIT", 0)
+        monkeypatch.setattr(launch_experts, "LONE_ROUTES", 0 if "together" in words else 64)
         tall = "tall" in words
         if tall:
             monkeypatch.setattr(launch_experts, "plan_rows", lambda *sizes: 64)
@@ -188,6 +193,95 @@ def test_delta(force, form, how):
     force(how)
     for dtype in (torch.bfloat16, torch.float32)[: 2 if form == "an A each" else 1]:
         check_delta(build(dtype, form, ranks=True, weights=True, tokens=9 if "tall" in how else 5), f"{dtype}")
+
+
+def crowded_ids(tokens, top_k, experts=4):
+    """Columns of one expert each, but for every fifth token's, which are random, and every seventh token's, which are masked."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.arange(top_k).expand(tokens, top_k) % experts
+    ids = torch.where((torch.arange(tokens) % 5 == 4)[:, None], torch.randint(0, experts, ids.shape, generator=generator), ids)
+    return torch.where((torch.arange(tokens) % 7 == 6)[:, None], -1, ids).tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_routes_of_a_pair_share_tiles(force, form):
+    """Without a plan, too: those of 16 tokens that have the same k."""
+    for tokens, top_k, how, per_route in ((19, 1, "together split", False), (17, 2, "together whole", True), (5, 3, "together split", False)):
+        force(how)
+        sizes = dict(tokens=tokens, top_k=top_k, features=72, out=40)
+        c = build(form=form, ids=crowded_ids(tokens, top_k), per_route=per_route, ranks=True, weights=True, **sizes)
+        check_delta(c, how)
+        got = kernels("linear")(c.x, c.w, None, None, c.ids, None, None, None, None, None, None)
+        force("split")
+        assert_bits(got, kernels("linear")(c.x, c.w, None, None, c.ids, None, None, None, None, None, None), how)
+
+
+@pytest.mark.parametrize("how", ["split", "plan whole tall"])
+def test_a_shared_tile_changes_no_bit(force, monkeypatch, how):
+    """Neither routes that share one without a plan nor parts of one that programs share."""
+    c = build(tokens=18, ids=crowded_ids(18, 2), features=72, out=70, poison=False, ranks=True)
+    generator = torch.Generator().manual_seed(0)
+    for t in (c.x, c.a, c.b):
+        t.copy_(torch.randn(t.shape, generator=generator).to(t.dtype))
+    force(how)
+    monkeypatch.setattr(launch_experts, "SHARE_PROGRAMS", 0)
+    alone = kernels("delta")(*c.args(), c.base, None, c.ranks, None)
+    force(f"{how} together")
+    monkeypatch.setattr(launch_experts, "SHARE_PROGRAMS", 100)
+    assert_bits(kernels("delta")(*c.args(), c.base, None, c.ranks, None), alone)
+
+
+@triton.jit
+def parts_kernel(out, ids, adapters, plan, M, K, E, L, TILES, shares, MODE: tl.constexpr, PLAN_ROWS: tl.constexpr):
+    """out [programs, 20]: expert, slot, part, parts and the 16 rows of a program's tile, −1 where none is inside."""
+    expert, slot, rows, inside, part, parts = expert_tile.shared_tile(
+        tl.program_id(0), shares, ids, adapters, plan, M, K, E, L, TILES, K, 1, 1, MODE, 16, PLAN_ROWS
+    )
+    line = out + tl.program_id(0) * 20
+    tl.store(line, expert)
+    tl.store(line + 1, slot)
+    tl.store(line + 2, part)
+    tl.store(line + 3, parts)
+    tl.store(line + 4 + tl.arange(0, 16), tl.where(inside, rows, -1))
+
+
+def tiles_of(ids, adapters, experts, slots, programs, shares=0, plan=None, tokens=16):
+    out = torch.full((programs, 20), -7, dtype=torch.int32, device=DEVICE)
+    mode, height = launch_experts.ROUTE, tokens
+    if plan is not None:
+        mode, height = launch_experts.PLAN, launch_experts.plan_rows(ids.numel(), experts, slots)
+    room = launch_experts.plan_room(ids.numel(), experts, slots)
+    parts_kernel[(programs,)](out, ids, adapters, plan, ids.numel(), ids.shape[1], experts, slots, room, shares, mode, height)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("tokens,top_k", [(1, 3), (16, 1), (40, 2), (33, 3)])
+def test_each_route_is_in_one_tile_and_each_part_is_one_programs(tokens, top_k):
+    """As programs find tiles without a plan: of the same pair, k and 16 tokens; and with one, of which fewer occur than could."""
+    ids = torch.tensor(crowded_ids(tokens, top_k), dtype=torch.int32, device=DEVICE)
+    adapters = (torch.arange(tokens, device=DEVICE) % 11 == 0).to(torch.int32) - 1  # none, or the first
+    plan = reference.expert_plan(ids.cpu(), adapters.cpu(), 4, 1).to(DEVICE)
+    for shares in (None, 0, 5, 200):
+        most = launch_experts.plan_tiles(ids.numel(), 4, 1) * launch_experts.plan_rows(ids.numel(), 4, 1) // 16
+        programs = ids.numel() if shares is None else max(most, shares)
+        found = {}
+        lines = tiles_of(ids, adapters, 4, 1, programs, shares or 0, None if shares is None else plan)
+        for number, (expert, slot, part, parts, *rows) in enumerate(lines):
+            if expert > 4 or part >= parts:
+                continue
+            rows = tuple(r for r in rows if r >= 0)
+            slots = {int(adapters[r // top_k]) % 2 for r in rows}
+            assert {int(ids.flatten()[r]) % 5 for r in rows} == {expert} and (slots == {slot} or (expert == 4 and shares is not None))
+            if shares is None:
+                assert {(r // top_k // 16, r % top_k) for r in rows} == {(number // top_k // 16, number % top_k)}
+                assert parts == len(rows)
+            assert part not in found.setdefault(rows, {}), "two programs have one part"
+            found[rows][part] = parts
+        assert sorted(r for rows in found for r in rows) == list(range(ids.numel()))
+        for taken in found.values():
+            assert sorted(taken) == list(range(next(iter(taken.values())))), "a part is nobody's"
+        assert shares != 200 or min(map(len, found.values())) > 1
+    assert all(parts == 1 and rows[0] == n for n, (_, _, _, parts, *rows) in enumerate(tiles_of(ids, adapters, 4, 1, ids.numel(), 0, None, 1)))
 
 
 @pytest.mark.parametrize("shared", ["a", "b", "ab"])

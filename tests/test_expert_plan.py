@@ -153,7 +153,7 @@ def problems(count):
             out_features=random_.choice([1, 127, 1024, 4096]),
             rank=random_.randint(1, 512),
         )
-        yield replace(p, mixed=p.slots > 1 and random_.random() < 0.7)
+        yield replace(p, mixed=p.slots > 1 and random_.random() < 0.7, top_k=random_.choice([1, 2, 8]))
 
 
 def test_every_problem_gets_a_configuration():
@@ -180,6 +180,7 @@ def test_every_problem_gets_a_configuration():
                 assert part.tiles == p.experts + launch_experts.cdiv(p.routes, part.block_m) and part.block_e > p.experts
             else:
                 assert part.tiles == p.routes <= launch_experts.ROUTE_LIMIT
+                assert part.plan_rows in (1, 16) and part.block_m == 16
         if config.fused is not None:
             assert p.rank <= block
         if config.shrink is not None:

@@ -111,6 +111,16 @@ def routed(**changes):
     return replace(ExpertProblem("sm_90", 132, 2, 8 * 4096, 128, 4, 2, 2, 2048, 768, 16, True), **changes)
 
 
+def test_groups_that_share_a_are_shrunk_together_ahead_of_a_few_rows():
+    for tokens in (1, 3, 4, 8, 32, 64, 128, 256):
+        p = problem(tokens=tokens, rank=64, shared_a=True)
+        shrink = launch_linear.linear(p).shrink
+        assert shrink.merge == (4 if 4 <= tokens <= 128 else 1)
+        if shrink.merge > 1 and tokens <= launch_linear.STREAM_TOKENS:
+            assert (shrink.split, shrink.block_r) == (True, 64)
+        assert launch_linear.linear(replace(p, shared_a=False)).shrink.merge == 1
+
+
 def test_experts_take_it_where_they_have_many_routes():
     assert launch_experts.takes_cuda(routed())
     first = 128 * launch_experts.CUDA_ROUTES
@@ -140,7 +150,7 @@ def test_h1_is_stored_where_its_product_is_csrcs(monkeypatch):
     long, short = 1 << 15, 16 * (launch_experts.ACTIVATED_ROUTES - 1)
     ids = torch.zeros(1, dtype=torch.int64)
     for routes, adapters, wanted in ((long, ids, True), (long, None, False), (short, None, True), (16 * 64, ids, False)):
-        to = SimpleNamespace(routes=routes, experts=16, slots=2, adapters=adapters)
+        to = SimpleNamespace(routes=routes, experts=16, slots=2, adapters=adapters, top_k=8)
         for dtype in (BF16, torch.float16, torch.float32):
             x = torch.empty(8, 64, dtype=dtype)
             for weight in (torch.empty(16, 2048, 64, dtype=dtype), torch.empty(16, 2, 1024, 64, dtype=dtype)):

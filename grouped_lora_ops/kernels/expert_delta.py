@@ -10,7 +10,7 @@ from ..launch_experts import ExpertFusedConfig
 from .expand import copy_rows
 from .expert_expand import blocks_of_n, widths
 from .expert_shrink import expert_rows
-from .expert_tile import expert_tile
+from .expert_tile import expert_tile, rows_over
 from .shrink import strides
 from .tile import launch, split, unit_axis, vector_width
 
@@ -78,7 +78,7 @@ def expert_delta_kernel(
     columns = (c // BLOCK_R) * (a_g * X_VEC) + (c % BLOCK_R) * a_r
     h = expert_rows(
         x, a + slot.to(tl.int64) * (a_l * X_VEC) + expert.to(tl.int64) * (a_e * X_VEC), D * X_VEC, x_d, a_d,
-        (wide_rows // x_div) * (x_m * X_VEC), columns, inside, c % BLOCK_R < rank,
+        rows_over(rows, tile, x_div, K, MODE, BLOCK_M, PLAN_ROWS) * (x_m * X_VEC), columns, inside, c % BLOCK_R < rank,
         BLOCK_M, A_GROUPS * BLOCK_R, BLOCK_K, CHUNK, 0, CHUNKS, EVEN_K, PRECISION,
     )  # fmt: skip
     h = tl.where((c % BLOCK_R < rank)[None, :] & inside[:, None], h, 0.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch_experts import ExpertExpandConfig, cdiv
 from .expand import copy_rows
-from .expert_tile import expert_tile
+from .expert_tile import rows_over, shared_tile
 from .shrink import strides
 from .tile import dot_split, launch, round_to, split, unit_axis, vector_width
 
@@ -71,12 +71,12 @@ def blocks_of_n(
         tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
 
 
-@triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "N", "R", "h_div", "i_t", "i_k", "s_t", "w_m", "h_c", "h_m", "h_g",
+@triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "shares", "N", "R", "h_div", "i_t", "i_k", "s_t", "w_m", "h_c", "h_m", "h_g",
                                "b_l", "b_e", "b_g", "b_n", "b_r", "p_m", "p_g", "p_n", "o_m", "o_g", "o_n"),
             do_not_specialize_on_alignment=("ids", "adapters", "plan", "ranks", "scalings", "weights"))  # fmt: skip
 def expert_expand_kernel(
     h, b, base, out, ids, adapters, plan, ranks, scalings, weights,
-    M: "i32", K: "i32", E: "i32", L: "i32", TILES: "i32", N: "i32", R: "i32", h_div: "i32",
+    M: "i32", K: "i32", E: "i32", L: "i32", TILES: "i32", shares: "i32", N: "i32", R: "i32", h_div: "i32",
     i_t: "i64", i_k: "i64", s_t: "i64", w_m: "i64", h_c: "i64", h_m: "i64", h_g: "i64",
     b_l: "i64", b_e: "i64", b_g: "i64", b_n: "i64", b_r: "i64",
     p_m: "i64", p_g: "i64", p_n: "i64", o_m: "i64", o_g: "i64", o_n: "i64",
@@ -89,7 +89,8 @@ def expert_expand_kernel(
     for b, 2 for base and out, −1 for none.
 
     Route m reads row m // h_div of h. SUM_GROUPS: y sums over so many groups of h and b. LOOP: blocks of N a program
-    takes in turn, with h in registers (then R_BLOCKS = 1 and SUM_GROUPS = 1 or 2). Routes without an adapter get base or zeros.
+    takes in turn, with h in registers (then R_BLOCKS = 1 and SUM_GROUPS = 1 or 2), or fewer: `shared_tile`. Routes without an
+    adapter get base or zeros.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -100,10 +101,13 @@ def expert_expand_kernel(
     n_first = (tl.program_id(0) % n_blocks) * SPAN
     n_last = tl.minimum(n_first + SPAN, n_size)
     group = tl.program_id(1)
-    expert, slot, rows, inside = expert_tile(
-        tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
+    expert, slot, rows, inside, part, parts = shared_tile(
+        tile, shares, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
     )
-    if expert > E:
+    columns = tl.cdiv(tl.cdiv(n_last - n_first, BLOCK_N), parts) * BLOCK_N
+    n_first += part * columns
+    n_last = tl.minimum(n_last, n_first + columns)
+    if (expert > E) | (n_first >= n_last):
         if PDL:  # a program may not end before the shrink has: what follows in the stream waits for this kernel alone
             tl.extra.cuda.gdc_wait()
         return
@@ -143,7 +147,7 @@ def expert_expand_kernel(
     if B_UNIT == 4:
         load_rank = tl.minimum((rank + B_VEC - 1) // B_VEC * B_VEC, R // B_VEC * B_VEC)
     b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + expert.to(tl.int64) * (b_e * B_VEC) + group * (b_g * B_VEC)
-    h_rows = (rows // h_div).to(tl.int64) * (h_m * H_VEC) + group * (h_g * H_VEC)
+    h_rows = rows_over(rows, tile, h_div, K, MODE, BLOCK_M, PLAN_ROWS) * (h_m * H_VEC) + group * (h_g * H_VEC)
     DTYPE: tl.constexpr = b.dtype.element_ty
     if LOOP > 1:
         if PDL:
@@ -223,7 +227,8 @@ def expand(
         (config.tiles * cdiv(features, config.block_n * loop), groups, 1),
         (
             h, b, base, out, ids, adapters, plan, ranks, scalings, weights,
-            routes, ids.shape[1], experts, slots, room, features // n_vec, rank, ids.shape[1] if per_token else 1,
+            routes, ids.shape[1], experts, slots, room, config.shares, features // n_vec, rank,
+            ids.shape[1] if per_token else 1,
             ids.stride(0), ids.stride(1), 0 if adapters is None else adapters.stride(0),
             0 if weights is None else weights.stride(0),
             hs[0], hs[1], 0 if h.shape[2] == 1 else hs[2],

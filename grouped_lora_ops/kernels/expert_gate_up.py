@@ -11,7 +11,7 @@ from torch import Tensor
 from ..launch_experts import ExpertLinearConfig, cdiv
 from .expert_linear import fetch_slots, slot_rows
 from .expert_rows import ACTIVATIONS, activate
-from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile
+from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile, rows_over
 from .mixed import mixed_rows, slot_rank, slots_in_order
 from .shrink import strides
 from .tile import dot, launch, round_to, unit_axis, vector_width
@@ -98,7 +98,7 @@ def gate_up_kernel(
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     k = tl.arange(0, BLOCK_K)
-    x_ptrs = x + ((wide_rows // x_div) * (x_m * X_VEC))[:, None] + k[None, :] * x_d
+    x_ptrs = x + (rows_over(rows, tile, x_div, K, MODE, BLOCK_M, PLAN_ROWS) * (x_m * X_VEC))[:, None] + k[None, :] * x_d
     w_ptrs = w + wide_expert * (w_e * W_VEC) + (n * w_n)[None, :] + k[:, None] * w_d
     u_ptrs = w_ptrs + w_g * W_VEC
     for step in range(tl.cdiv(D, BLOCK_K)):
@@ -118,21 +118,22 @@ def gate_up_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if h is not None:
+        h_of = rows_over(rows, tile, h_div, K, MODE, BLOCK_M, PLAN_ROWS)
         if MIXED:
             gate = mixed_rows(
-                h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m, 0, b_l, b_offset,
+                h, b, ranks, scalings, bucket, first, order, count, h_of, n, n_in, L, R, h_c, h_m, 0, b_l, b_offset,
                 b_n, b_r, gate, CHUNKS, BLOCK_M, BLOCK_R, R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4, STAGES, PRECISION,
             )  # fmt: skip
             if GROUPS == 2:
                 up = mixed_rows(
-                    h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m, h_g * H_VEC,
+                    h, b, ranks, scalings, bucket, first, order, count, h_of, n, n_in, L, R, h_c, h_m, h_g * H_VEC,
                     b_l, b_offset + b_g * B_VEC, b_n, b_r, up, CHUNKS, BLOCK_M, BLOCK_R, R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4,
                     STAGES, PRECISION,
                 )  # fmt: skip
         elif slot < L:
             rank, load_rank = slot_rank(ranks, slot, R, B_VEC, B_UNIT == 4)
             b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + wide_expert * (b_e * B_VEC)
-            h_rows = (wide_rows // h_div) * (h_m * H_VEC)
+            h_rows = h_of * (h_m * H_VEC)
             scaling = tl.load(scalings + slot)
             gate = slot_rows(
                 gate, h, b_base, h_rows, scaling, n, n_in, b_n, b_r, inside, rank, load_rank, R, h_c,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..launch_experts import ExpertLinearConfig, cdiv
 from .expert_expand import load_b, load_h
-from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile
+from .expert_tile import EXPERT, expert_rows, expert_tile, program_tile, rows_over
 from .mixed import mixed_rows, nth_slot, slot_rank, slots_in_order
 from .shrink import strides
 from .tile import dot, dot_split, launch, prefetch, round_to, scaled, split, unit_axis, vector_width
@@ -142,22 +142,23 @@ def expert_linear_kernel(
     for s in tl.static_range(SUM_GROUPS):
         acc = base_rows(
             x + (group + s) * (x_g * X_VEC), w + wide_expert * (w_e * W_VEC) + (group + s) * (w_g * W_VEC), D, x_d, w_d,
-            (wide_rows // x_div) * (x_m * X_VEC), n * w_n, inside, n_in, acc, BLOCK_K, EVEN_K, PRECISION,
+            rows_over(rows, tile, x_div, K, MODE, BLOCK_M, PLAN_ROWS) * (x_m * X_VEC), n * w_n, inside, n_in, acc, BLOCK_K, EVEN_K, PRECISION,
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     if h is not None:
+        h_of = rows_over(rows, tile, h_div, K, MODE, BLOCK_M, PLAN_ROWS)
         if MIXED:
             for s in tl.static_range(H_GROUPS):
                 acc = mixed_rows(
-                    h, b, ranks, scalings, bucket, first, order, count, wide_rows // h_div, n, n_in, L, R, h_c, h_m,
+                    h, b, ranks, scalings, bucket, first, order, count, h_of, n, n_in, L, R, h_c, h_m,
                     (group + s) * (h_g * H_VEC), b_l, b_offset + s * (b_g * B_VEC), b_n, b_r, acc, CHUNKS, BLOCK_M, BLOCK_R,
                     R_BLOCKS, H_VEC, B_VEC, B_UNIT == 4, STAGES, PRECISION,
                 )  # fmt: skip
         elif slot < L:
             rank, load_rank = slot_rank(ranks, slot, R, B_VEC, B_UNIT == 4)
             b_base = b + slot.to(tl.int64) * (b_l * B_VEC) + wide_expert * (b_e * B_VEC) + group * (b_g * B_VEC)
-            h_rows = (wide_rows // h_div) * (h_m * H_VEC) + group * (h_g * H_VEC)
+            h_rows = h_of * (h_m * H_VEC) + group * (h_g * H_VEC)
             scaling = 1.0
             if scalings is not None:
                 scaling = tl.load(scalings + slot)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_experts import ExpertShrinkConfig, cdiv
-from .expert_tile import expert_tile
+from .expert_tile import expert_tile, rows_over
 from .shrink import strides
 from .tile import dot, launch, scaled, split, unit_axis, vector_width
 
@@ -122,7 +122,7 @@ def expert_shrink_kernel(
     x_base = x + x_group * (x_g * X_VEC)
     a_base = a + safe_slot * (a_l * A_VEC) + safe_expert * (a_e * A_VEC) + x_group * (a_g * A_VEC)
     columns = group * (a_g * A_VEC) + r * a_r
-    row_offsets = (rows // x_div).to(tl.int64) * (x_m * X_VEC)
+    row_offsets = rows_over(rows, tile, x_div, K, MODE, BLOCK_M, PLAN_ROWS) * (x_m * X_VEC)
     total = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
     for s in tl.static_range(SUM_GROUPS):
         total += expert_rows(

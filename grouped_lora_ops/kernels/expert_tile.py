@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-ROUTE = tl.constexpr(0)  # few routes: a tile is one route, its ids are read on the spot
+ROUTE = tl.constexpr(0)  # few routes: programs read the ids and find the routes of a tile themselves
 PLAN = tl.constexpr(1)  # the plan's tiles
 EXPERT = tl.constexpr(2)  # runs of one expert's routes in the plan's order: few slots meet in a tile
 
@@ -22,16 +22,85 @@ def program_tile(n_blocks, N_FIRST: tl.constexpr):
 
 
 @triton.jit
+def masked(ids, count):
+    """ids of any width and value as int32: `count` where they name none of 0 … count − 1."""
+    return tl.where((ids >= 0) & (ids < count), ids, count).to(tl.int32)
+
+
+@triton.jit
 def route_pair(m, ids, adapters, there, K, E, L, i_t, i_k, s_t):
     """(expert, slot) of routes m: expert E where masked, slot L without an adapter; ids of any width and value."""
     t = (m // K).to(tl.int64)
     e = tl.load(ids + t * i_t + (m % K) * i_k, mask=there, other=-1)
-    expert = tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+    expert = masked(e, E)
     slot = expert * 0
     if adapters is not None:
-        s = tl.load(adapters + t * s_t, mask=there, other=-1)
-        slot = tl.where((s >= 0) & (s < L), s, L).to(tl.int32)
+        slot = masked(tl.load(adapters + t * s_t, mask=there, other=-1), L)
     return expert, slot
+
+
+@triton.jit
+def route_tile(
+    tile, ids, adapters, M, K, E, L, i_t, i_k, s_t, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """(expert, slot, rows, inside, part, parts): the tile that route number `tile` is in.
+
+    TOKENS 1: it has one of its own. BLOCK_M: the routes of so many tokens, counted from 0, that have the same k and the same
+    pair share one; this is number `part` of `parts`, whose programs may share the work or leave it to the first. Routes whose k
+    differ would have to be searched for, which costs all others 1 µs.
+    """
+    tl.static_assert(TOKENS == 1 or (TOKENS == BLOCK_M and BLOCK_M == 16))
+    lane = tl.arange(0, BLOCK_M)
+    expert, slot = route_pair(tile, ids, adapters, tile < M, K, E, L, i_t, i_k, s_t)
+    if TOKENS == 1:
+        return expert, slot, tile + lane * 0, lane == 0, tile * 0, tile * 0 + 1
+    else:
+        own = tile // K % BLOCK_M
+        rows = tile + (lane - own) * K
+        there = rows < M
+        t = (tile // K - own).to(tl.int64)  # no lane divides by K
+        e = tl.load(ids + t * i_t + (tile % K) * i_k + lane * i_t, mask=there, other=-1)
+        same = there & (masked(e, E) == expert)
+        if adapters is not None:
+            same = same & (masked(tl.load(adapters + t * s_t + lane * s_t, mask=there, other=-1), L) == slot)
+        # one sum for the lanes that are inside (bits 0 … 15), `part` (16 …) and `parts` (24 …): who reads them has no loads to repeat
+        bits = tl.sum(same.to(tl.int32) * ((1 << lane) + ((lane < own).to(tl.int32) << 16) + (1 << 24)), 0)
+        return expert, slot, rows, (bits >> lane) & 1 == 1, (bits >> 16) & 15, bits >> 24
+
+
+@triton.jit
+def rows_over(rows, tile, div, K, MODE: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_ROWS: tl.constexpr):
+    """rows // div as int64, where div is 1 or K: of mode ROUTE without a division in each lane, else by unsigned ones of 32 bits."""
+    if MODE == ROUTE:
+        lane = tl.arange(0, BLOCK_M)
+        steps = lane * 0 if PLAN_ROWS == 1 else lane - tile // K % BLOCK_M
+        return (tile // div + steps * (K // div)).to(tl.int64)
+    else:
+        return (rows.to(tl.uint32) // div.to(tl.uint32)).to(tl.int64)
+
+
+@triton.jit
+def plan_tile(tile, plan, M, E, L, TILES, BLOCK_M: tl.constexpr, PLAN_ROWS: tl.constexpr):
+    """(expert, slot, rows, inside) of one of the plan's tiles, or of a part of one that is BLOCK_M high.
+
+    A damaged plan never leads outside M routes and E experts.
+    """
+    lane = tl.arange(0, BLOCK_M)
+    PARTS: tl.constexpr = PLAN_ROWS // BLOCK_M
+    entry = tile // PARTS
+    head = plan + M + E
+    there = entry < TILES  # behind the last tile pairs are −1: to ask the count first would cost a load's latency
+    pair = tl.load(head + 1 + entry, mask=there, other=-1)
+    start = tl.load(head + 1 + TILES + entry, mask=there, other=0)
+    end = tl.load(head + 2 + TILES + entry, mask=there, other=0)
+    want = start + (tile % PARTS) * BLOCK_M + lane
+    inside = (want < end) & (want >= 0) & (want < M)
+    rows = tl.load(plan + want, mask=inside, other=0)
+    inside = inside & (rows >= 0) & (rows < M)
+    expert = pair // (L + 1)
+    slot = pair % (L + 1)
+    empty = (pair < 0) | (expert > E) | (start + (tile % PARTS) * BLOCK_M >= end)
+    return tl.where(empty, E + 1, expert), slot, rows, inside
 
 
 @triton.jit
@@ -42,30 +111,37 @@ def expert_tile(
     """(expert, slot, rows [BLOCK_M], inside [BLOCK_M]) of one tile.
 
     expert: E where the routes are masked, more than E for a tile that has none. slot: L without an adapter. rows:
-    route numbers t·K + k. inside: lanes that hold one. A damaged plan never leads outside M routes and E experts.
+    route numbers t·K + k. inside: lanes that hold one. PLAN_ROWS: routes of a plan's tile; of mode ROUTE `route_tile`'s
+    TOKENS.
     """
-    lane = tl.arange(0, BLOCK_M)
     if MODE == ROUTE:
-        expert, slot = route_pair(tile, ids, adapters, tile < M, K, E, L, i_t, i_k, s_t)
-        rows = tile + lane * 0
-        inside = lane == 0
+        expert, slot, rows, inside, part, _ = route_tile(tile, ids, adapters, M, K, E, L, i_t, i_k, s_t, BLOCK_M, PLAN_ROWS)
+        expert = tl.where(part > 0, E + 1, expert)
     else:
-        PARTS: tl.constexpr = PLAN_ROWS // BLOCK_M
-        entry = tile // PARTS
-        head = plan + M + E
-        there = entry < TILES  # behind the last tile pairs are −1: to ask the count first would cost a load's latency
-        pair = tl.load(head + 1 + entry, mask=there, other=-1)
-        start = tl.load(head + 1 + TILES + entry, mask=there, other=0)
-        end = tl.load(head + 2 + TILES + entry, mask=there, other=0)
-        want = start + (tile % PARTS) * BLOCK_M + lane
-        inside = (want < end) & (want >= 0) & (want < M)
-        rows = tl.load(plan + want, mask=inside, other=0)
-        inside = inside & (rows >= 0) & (rows < M)
-        expert = pair // (L + 1)
-        slot = pair % (L + 1)
-        empty = (pair < 0) | (expert > E) | (start + (tile % PARTS) * BLOCK_M >= end)
-        expert = tl.where(empty, E + 1, expert)
+        expert, slot, rows, inside = plan_tile(tile, plan, M, E, L, TILES, BLOCK_M, PLAN_ROWS)
     return expert, slot, rows, inside
+
+
+@triton.jit
+def shared_tile(
+    tile, shares, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t,
+    MODE: tl.constexpr, BLOCK_M: tl.constexpr, PLAN_ROWS: tl.constexpr,
+):  # fmt: skip
+    """`expert_tile`, and (part, parts): a program for whose number there is no tile of its own, because fewer occur than
+    could, takes a part of another's. shares: of a plan, how many tiles and parts of tiles there are at most; 0: no parts."""
+    if MODE == ROUTE:
+        expert, slot, rows, inside, part, parts = route_tile(tile, ids, adapters, M, K, E, L, i_t, i_k, s_t, BLOCK_M, PLAN_ROWS)
+    else:
+        part = tile * 0
+        parts = part + 1
+        if shares > 0:
+            count = tl.maximum(tl.load(plan + M + E) * (PLAN_ROWS // BLOCK_M), 1)
+            parts = tl.maximum(shares // count, 1)
+            part = tile // count
+            tile = tile % count
+        expert, slot, rows, inside = plan_tile(tile, plan, M, E, L, TILES, BLOCK_M, PLAN_ROWS)
+        expert = tl.where(part < parts, expert, E + 1)
+    return expert, slot, rows, inside, part, parts
 
 
 @triton.jit

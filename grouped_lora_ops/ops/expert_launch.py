@@ -59,7 +59,7 @@ def problem(t: Tensor, to: Routing, groups: int, a_groups: int, in_features: int
     arch, sms = common.facts(t)
     return launch_experts.ExpertProblem(
         arch, sms, t.element_size(), to.routes, to.experts, to.slots, groups, a_groups, in_features, out_features, rank,
-        to.slots > 1 and to.adapters is not None,
+        to.slots > 1 and to.adapters is not None, to.top_k,
     )  # fmt: skip
 
 
