@@ -36,7 +36,8 @@ static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP =
 
 struct __align__(64) Params {
     u64 map[16];   // W's tensor map: axes (d, n, group, expert), or (n, d, …) where W's elements lie side by side along n
-    u64 x_map[16]; // x's: axes (d, row, group)
+    u64 x_map[16]; // x's: axes (d, row, group), by boxes of BM rows
+    u64 x_tail[16]; // by boxes of tail rows, for a tile that has fewer than BM
     const u16 *x;
     const u16 *h; // scaling · h: a row's high parts, then its low ones; may be null: no LoRA
     const u16 *b;
@@ -57,9 +58,10 @@ struct __align__(64) Params {
     u32 slices;                  // 0, or the number of slices of N, one for each group of x and h
     u32 starts[MAX_SLICES + 1];
     u32 *taken; // CLAIMS: zero, tiles taken so far
-    u32 unused[8];
+    u32 tail;
+    u32 unused[7];
 };
-static_assert(sizeof(Params) == 576); // as ops/linear_cuda.py packs it
+static_assert(sizeof(Params) == 704); // as ops/linear_cuda.py packs it
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -247,13 +249,16 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
         const u32 sums = t.expert < p.experts ? p.sum_groups : 0;
         const u32 all = sums * ((p.features + BK - 1) / BK), ending = number + max(all, ENDING) - ENDING;
         if (CLAIMS && all == 0) arrive(s.ending);
+        // what lies behind a tail's rows in a stage is multiplied, and not looked at
+        const bool tail = in_order && t.first + BM > p.rows;
+        const u32 x_bytes = !in_order ? 0 : tail ? p.tail * (BK * 2) : X_BYTES;
         for (u32 g = 0; g < sums; ++g) {
 #pragma unroll 1
             for (u32 k = 0; k < p.features; k += BK, ++number) {
                 if (CLAIMS && number == ending) arrive(s.ending);
                 const u32 stage = number % STAGES, at = shared_address(s.stages[stage]);
                 wait(s.empty[stage], (number / STAGES & 1) ^ 1);
-                barrier_expect(shared_address(&s.full[stage]), in_order ? Shared<BN>::STAGE : Shared<BN>::W_BYTES);
+                barrier_expect(shared_address(&s.full[stage]), Shared<BN>::W_BYTES + x_bytes);
                 if constexpr (TRANSPOSED) {
 #pragma unroll
                     for (u32 c = 0; c < BN / 64; ++c)
@@ -264,7 +269,7 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
                     for (u32 c = 0; c < BN / BOX; ++c)
                         fetch_box(at + X_BYTES + c * (BOX * 128), p.map, k, t.n + BOX * c, t.w_group + g, t.expert, s.full[stage]);
                 }
-                if (in_order) fetch_box(at, p.x_map, k, t.first, p.x_g ? t.group + g : 0, 0, s.full[stage]);
+                if (in_order) fetch_box(at, tail ? p.x_tail : p.x_map, k, t.first, p.x_g ? t.group + g : 0, 0, s.full[stage]);
             }
         }
         wait(s.told[turn & 1], turn >> 1 & 1);

@@ -39,7 +39,8 @@ struct __align__(64) Params {
     u32 stages, x_stages, adapters; // of the rings; whose B there is room for
     u32 slices;
     u32 starts[MAX_SLICES + 1];
-    u32 unused[9];
+    u32 height; // rows of a block, a multiple of 8
+    u32 unused[8];
 };
 static_assert(sizeof(Params) == 512);
 
@@ -55,16 +56,18 @@ struct Shared { // behind the rings; then h's parts, then B
 };
 extern "C" __device__ const int shared_bytes = 1024 + (sizeof(Shared) + 15) / 16 * 16;
 
-struct Block { u32 group, out_group, n, n_end; };
+struct Block { u32 group, out_group, n, n_end, first, rows; }; // rows: from the first on
 template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
-    u32 block = blockIdx.x;
+    u32 block = blockIdx.x, first = 0;
+    if (p.rows > p.height) first = block % 2 * p.height, block /= 2; // two blocks, which read W at the same time
+    const u32 rows = min(p.height, p.rows - first);
     if (!p.slices) {
         const u32 width = (p.columns + BN - 1) / BN;
-        return {block / width, block / width, block % width * BN, p.columns};
+        return {block / width, block / width, block % width * BN, p.columns, first, rows};
     }
     u32 group = 0;
     for (u32 width; block >= (width = (p.starts[group + 1] - p.starts[group] + BN - 1) / BN);) block -= width, ++group;
-    return {group, 0, p.starts[group] + block * BN, p.starts[group + 1]};
+    return {group, 0, p.starts[group] + block * BN, p.starts[group + 1], first, rows};
 }
 
 template <u32 ROWS_, u32 BN_, u32 RANKS_> struct Sizes {
@@ -102,27 +105,28 @@ template <class S> __device__ __forceinline__ void fetch(const Params &p, const 
 template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block) {
     Shared &s = *room.s;
     const u32 group = p.x_groups > 1 ? block.group : 0;
+    const u32 x_bytes = p.height * (BK * 2); // what lies behind them in a stage is multiplied, and not looked at
     Ring ring{p.x_stages};
     for (u32 k = 0; k < p.features; k += BK, ring.next()) {
         const u64 &full = s.x_full[ring.stage];
         wait(s.x_empty[ring.stage], ring.phase ^ 1);
-        barrier_expect(shared_address(&full), S::X_BYTES);
+        barrier_expect(shared_address(&full), x_bytes);
 #pragma unroll
         for (u32 half = 0; half < 2; ++half)
-            fetch_box(shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128), p.x_map, k + 64 * half, 0, group, 0, full);
+            fetch_box(shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128), p.x_map, k + 64 * half, block.first, group, 0, full);
     }
 }
 
 // --- the helpers: adapters, B, h ---
 
-template <class S> __device__ __forceinline__ void find_adapters(const Params &p, Shared &s) {
+template <class S> __device__ __forceinline__ void find_adapters(const Params &p, Shared &s, const Block &block) {
     const u32 row = threadIdx.x - HELP;
     u32 slot = p.slots;
     if (row < S::ROWS) {
-        if (row < p.rows) {
+        if (row < block.rows) {
             if (p.ids == nullptr) slot = 0;
             else {
-                const i64 at = row * p.ids_stride;
+                const i64 at = (block.first + row) * p.ids_stride;
                 const i64 id = p.flags & IDS64 ? ((const i64 *)p.ids)[at] : ((const int *)p.ids)[at];
                 if (id >= 0 && id < p.slots) slot = (u32)id;
             }
@@ -172,7 +176,7 @@ template <class S> __device__ __forceinline__ void add_chunks(const Params &p, c
     for (u32 i = threadIdx.x - HELP; i < S::ROWS * QUADS; i += HELPERS) {
         const u32 row = i / QUADS, r = i % QUADS * 4, rank = s.ranks[row];
         float4 chunks[8];
-        const float *from = p.h + row * p.h_t + block.group * p.h_g + r;
+        const float *from = p.h + (block.first + row) * p.h_t + block.group * p.h_g + r;
 #pragma unroll
         for (u32 c = 0; c < 8; ++c) {
             chunks[c] = r < rank && c < p.chunks ? *(const float4 *)from : float4{0.0f, 0.0f, 0.0f, 0.0f};
@@ -200,7 +204,7 @@ template <class S> __device__ __forceinline__ void call_factors(const Params &p,
 }
 
 template <class S> __device__ __forceinline__ void help(const Params &p, const Room &room, const Block &block) {
-    find_adapters<S>(p, *room.s);
+    find_adapters<S>(p, *room.s, block);
     if (p.flags & LATE) call_factors<S>(p, room, block);
     else load_factors<S>(p, room, block, 0);
     if (p.flags & OVERLAP) wait_for_producer(); // it makes h
@@ -353,14 +357,14 @@ template <class S> __device__ __forceinline__ void write(const Params &p, const 
         for (u32 low = 0; low < 2; ++low) {
             const u32 row = (S::ROWS == 16 ? 0 : warp * 16) + lane / 4 + 8 * low;
             const u32 n = block.n + (S::ROWS == 16 ? warp * 8 : tile * 8) + lane % 4 * 2;
-            if (row >= p.rows || n >= block.n_end) continue;
+            if (row >= block.rows || n >= block.n_end) continue;
             float v[2] = {d[4 * tile + 2 * low], d[4 * tile + 2 * low + 1]};
             if (p.bias != nullptr) {
                 const i64 c = block.out_group * p.c_g + n;
 #pragma unroll
                 for (u32 i = 0; i < 2; ++i) v[i] += p.flags & BIAS32 ? ((const float *)p.bias)[c + i] : bf16::widen(((const u16 *)p.bias)[c + i]);
             }
-            *(u32 *)(p.out + row * p.o_t + block.out_group * p.o_g + n) = two(v[0], v[1]);
+            *(u32 *)(p.out + (block.first + row) * p.o_t + block.out_group * p.o_g + n) = two(v[0], v[1]);
         }
 }
 

@@ -36,9 +36,9 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """A launch of csrc/stream.cu: all rows in a block, W and x by TMA in rings of stages of 128 columns of D."""
+    """A launch of csrc/stream.cu: all rows in a block or in two, W and x by TMA in rings of stages of 128 columns of D."""
 
-    rows: int  # a block's, 16 or 64
+    rows: int  # a block's, 16 or 64; of more than 64 half as many each
     block_n: int
     stages: int  # of W
     x_stages: int
@@ -186,10 +186,13 @@ def stream(p: Problem) -> StreamConfig:
     48 KB and more of W are under way on a multiprocessor. The rest of its shared memory is for the shrink ahead, beside which
     the stream of W begins.
     """
-    rows = 16 if p.tokens <= 16 else 64
-    block_n = 64 if rows == 64 and p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
-    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms  # blocks on a multiprocessor
     ranks = stream_ranks(p.rank if p.slots else 0)
+    wide = cdiv(p.tokens, 64) * p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms
+    # without LoRA a wave of blocks of 64 columns is faster than two of 32 on each multiprocessor (8 groups, T = 1 to 16: 20.1 µs, 24.0)
+    one_wave = ranks == 0 and wide and p.groups * cdiv(p.out_features, 64) <= p.sms
+    rows = 16 if p.tokens <= 16 and not one_wave else 64
+    block_n = 64 if rows == 64 and wide else 32
+    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms  # blocks on a multiprocessor
     if rows == 16:
         stages, x_stages = (5, 4) if two else (8, 6)
     else:
@@ -223,12 +226,20 @@ def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig
     return replace(config, num_stages=min(config.num_stages, max(3 if low else 2, fit + 1)), early=config.pdl)
 
 
+def _streams(p: Problem) -> bool:
+    """Whether csrc/stream.cu is the faster one: for up to twice its rows where two blocks, which read W once from memory, are still one wave."""
+    blocks = p.groups * cdiv(p.out_features, 64)
+    return p.tokens <= STREAM_TOKENS or (p.tokens <= 2 * STREAM_TOKENS and 0.9 * p.sms <= 2 * blocks <= p.sms)
+
+
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
     """`tiles`, and csrc/linear.cu in its place where that is the faster one: where its tiles keep most multiprocessors busy."""
     config = tiles(p, transposed, fp16)
-    if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.tokens <= STREAM_TOKENS and p.rank <= STREAM_RANKS[-1]:
+    if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.rank <= STREAM_RANKS[-1] and _streams(p):
         chosen = stream(p)
-        return replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
+        config = replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
+        if p.tokens <= STREAM_TOKENS:
+            return config
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < (128 if transposed else CUDA_TOKENS):
         return config
     columns = next((width for width in (256, 128) if _programs(p, 128, width) >= 0.7 * p.sms), 64)
@@ -236,6 +247,8 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     if programs < 0.45 * p.sms:
         return config
     cuda = CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, columns)
+    if config.stream is not None:  # csrc/linear.cu is for the layouts that csrc/stream.cu does not take
+        return replace(config, cuda=cuda)
     return replace(config, shrink=_shrink_ahead(p, config.shrink, 0 if columns == 64 else programs), cuda=cuda)
 
 

@@ -305,14 +305,15 @@ class Params(ctypes.Structure):
     """struct Params of csrc/linear.cu."""
 
     _fields_ = [
-        *[(n, ctypes.c_uint64 * 16) for n in ("map", "x_map")],
+        *[(n, ctypes.c_uint64 * 16) for n in ("map", "x_map", "x_tail")],
         *[(n, ctypes.c_void_p) for n in "x h b bias out ids plan ranks weights".split()],
         *[(n, ctypes.c_int64) for n in "ids_stride x_g h_g b_l b_e b_g b_n c_e c_g o_t o_g weights_stride".split()],
         *[(n, ctypes.c_uint32) for n in "x_t h_t rows slots features columns rank experts x_div h_div id_div groups".split()],
         *[(n, ctypes.c_uint32) for n in "sum_groups h_groups rank_block mode tile_group flags slices".split()],
         ("starts", ctypes.c_uint32 * 9),
         ("taken", ctypes.c_void_p),
-        ("unused", ctypes.c_uint32 * 8),
+        ("tail", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32 * 7),
     ]
 
 
@@ -356,7 +357,8 @@ def test_the_struct_that_a_launch_has(launched, maps):
     for name in ("x", "b", "bias", "out"):
         assert getattr(p, name) == given[name].data_ptr(), name
     assert p.map[0] == given["w"].data_ptr() and p.x_map[0] == given["x"].data_ptr() and list(p.map[1:]) == [*range(1, 16)]
-    assert maps.calls[1] == (given["x"].data_ptr(), [64, 130, 2, 1], [256, 128, 128], [64, 128, 1, 1])
+    assert maps.calls[1:] == [(given["x"].data_ptr(), [64, 130, 2, 1], [256, 128, 128], [64, rows, 1, 1]) for rows in (128, 8)]
+    assert p.x_tail[0] == given["x"].data_ptr() and p.tail == 8, "the last two rows have a box of eight"
     assert p.h and (p.plan, p.ranks, p.weights) == (None, None, None)
     assert (p.x_t, p.x_g, p.h_t, p.h_g) == (256, 64, 2 * 2 * 32, 32), "a row of h: its high parts, then its low ones"
     assert (p.b_l, p.b_e, p.b_g, p.b_n, p.c_e, p.c_g, p.o_t, p.o_g) == (2304, 768, 384, 16, 48, 24, 48, 24)
@@ -371,7 +373,11 @@ def test_flags_strides_and_slices(launched, maps):
     F = linear_cuda
     assert p.flags == F.IDS64 | F.BIAS32 | F.OUT32 | F.WEIGHTS32 | F.STAGED, "rows of x that several routes share are gathered"
     assert (p.ids_stride, p.weights_stride, p.x_g, p.o_g, p.c_g, p.x_div, p.sum_groups) == (2, 1, 0, 0, 0, 2, 2)
-    assert len(maps.calls) == 1 and list(p.x_map) == [0] * 16 and not how["pdl"]
+    assert len(maps.calls) == 1 and list(p.x_map) == list(p.x_tail) == [0] * 16 and not how["pdl"]
+    for rows, boxes in ((128, [128]), (100, [104]), (256, [128])):
+        maps.calls.clear()
+        p = launched(x=empty(rows, 2, 64), h=empty(rows, 2, 2, 16), out=empty(rows, 2, 24), ids=ids[:1].expand(rows))[0]
+        assert [call[3][1] for call in maps.calls[1:]] == boxes and bool(p.x_map[0]) == (rows >= 128) and bool(p.x_tail[0]) == (rows % 128 > 0)
     p, _, how = launched(h=None, b=None, ids=None)
     assert p.flags == F.IN_ORDER and (p.h, p.b, p.ids, p.slots, p.rank) == (None, None, None, 0, 0) and not how["pdl"], "nothing ahead"
     for mode, experts in ((F.SORTED, ""), (F.EXPERT, "_experts")):

@@ -94,7 +94,7 @@ def check(on_cpu, c, weight, bias=None, lora=True, **how):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 64])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 64, 65, 128])
 def test_forms(on_cpu, form, tokens):
     """T of every kind; blocks of 32 and of 64 columns."""
     sizes = [40, 72, 8] if "slices" in form else None
@@ -106,7 +106,7 @@ def test_forms(on_cpu, form, tokens):
 
 
 @pytest.mark.parametrize("rank", [8, 16, 24, 32, 40, 64])
-@pytest.mark.parametrize("tokens", [9, 50])
+@pytest.mark.parametrize("tokens", [9, 50, 90])
 def test_ranks(on_cpu, rank, tokens):
     for ranks in (False, [rank, 0, rank // 2 + 1, 3]):
         c, weight, bias = case("plain", **SIZES | dict(rank=rank, slots=4, tokens=tokens), ranks=ranks)
@@ -135,7 +135,7 @@ def test_more_adapters_than_room(on_cpu, rank, tokens, adapters):
     check(on_cpu, c, weight, bias, adapters=min(adapters, 4), late=True, pdl=False, block_n=64 if tokens == 64 else 32)
 
 
-@pytest.mark.parametrize("tokens", [7, 33])
+@pytest.mark.parametrize("tokens", [7, 33, 100])
 def test_ids_that_name_no_adapter(on_cpu, tokens):
     c, weight, bias = case("wo_a", **SIZES | dict(tokens=tokens))
     check(on_cpu, replace(c, ids=torch.full_like(c.ids, -1)), weight, bias)
@@ -214,8 +214,8 @@ def test_what_does_not_fit():
     h, b = torch.empty(2, 64, 1, 16), torch.empty(3, 1, 1, 40, 16, dtype=BF16)
     fits = stream_cuda.fits
     assert fits(x, w, None, None, None, out, None) and fits(x, w, h, b, None, out, None)
-    more, wide = torch.empty(65, 1, 64, dtype=BF16), torch.empty(2, 64, 1, 72)
-    assert not fits(more, w, None, None, None, torch.empty(65, 1, 40, dtype=BF16), None)
+    more, wide = torch.empty(129, 1, 64, dtype=BF16), torch.empty(2, 64, 1, 72)
+    assert not fits(more, w, None, None, None, torch.empty(129, 1, 40, dtype=BF16), None)
     assert not fits(x, w, wide, torch.empty(3, 1, 1, 40, 72, dtype=BF16), None, out, None)
     assert not fits(x, w, torch.empty(64, 1, 2, 16, dtype=BF16), b, None, out, None), "h in halves"
     assert not fits(x[:1].expand(64, 1, 64), w, None, None, None, out, None)
@@ -224,17 +224,20 @@ def test_what_does_not_fit():
 
 
 def test_choices_fit_into_shared_memory():
-    for tokens in (1, 8, 16, 17, 64):
+    for tokens in (1, 8, 16, 17, 64, 65, 128):
         for groups, columns in ((1, 8), (1, 4096), (4, 1024), (8, 1024), (1, 28672)):
+            if tokens > 64 and groups * columns != 4096:  # two blocks of rows are more than one wave, or few
+                assert launch_linear.linear(Problem("sm_90", 132, 2, tokens, groups, 4096, columns, 16, 8)).stream is None
+                continue
             for rank in (0, 8, 16, 24, 64):
                 for slots in (0, 1, 8, 300):
                     p = Problem("sm_90", 132, 2, tokens, groups, 4096, columns, rank, slots)
                     chosen = launch_linear.linear(p).stream
-                    assert (chosen.rows >= tokens) and 16 >= chosen.stages >= chosen.x_stages >= 2
+                    assert chosen.rows * (1 + (tokens > 64)) >= tokens and 16 >= chosen.stages >= chosen.x_stages >= 2
                     ranks = stream_ranks(rank if slots else 0)
                     assert launch_linear.STREAM_FIXED + launch_linear.stream_bytes(chosen, ranks) <= 172 * KB
                     assert chosen.adapters <= min(tokens, slots) and (chosen.adapters > 0) == (ranks > 0)
-    for other in (dict(tokens=65), dict(rank=72), dict(arch="sm_100"), dict(itemsize=4)):
+    for other in (dict(tokens=129), dict(rank=72), dict(arch="sm_100"), dict(itemsize=4)):
         p = replace(Problem("sm_90", 132, 2, 8, 4, 4096, 1024, 16, 8), **other)
         assert launch_linear.linear(p).stream is None
     assert launch_linear.linear(p, True).stream is None

@@ -127,6 +127,22 @@ def test_every_number_of_rows(both, choose):
 
 
 @gpu
+def test_two_blocks_of_rows(both, choose):
+    """From 65 to 128 rows where W has columns for half of the multiprocessors; behind them csrc/linear.cu, with rows that end anywhere."""
+    x, weight, a, b, ids, scalings, bias, _, ranks = dense("plain", 400, 5, 512, 4096, 48)
+    choose("chosen")
+    batch = linear(x, weight, a, b, ids, scalings, bias, ranks=ranks)
+    parent = linear(x[:300], weight, a[:, :0], b[..., :0], ids[:300], scalings, bias)
+    for tokens in (65, 66, 72, 80, 81, 100, 127, 128, 129, 137, 200, 255, 257, 300):
+        answers = choose("chosen")
+        rows = slice(tokens % 7, tokens % 7 + tokens)
+        assert_bits(linear(x[rows], weight, a, b, ids[rows], scalings, bias, ranks=ranks), batch[rows], f"T = {tokens}")
+        base = linear(x[:tokens], weight, a, torch.zeros_like(b), ids[:tokens], scalings, bias, ranks=ranks)
+        assert_bits(base, parent[:tokens], f"zero adapters, T = {tokens}")
+        assert bool(answers) == (tokens <= 128) and all(answers)
+
+
+@gpu
 @pytest.mark.parametrize("bad", [float("inf"), NAN], ids=str)
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_what_is_not_finite_stays_with_its_adapter(both, bad, tokens):
