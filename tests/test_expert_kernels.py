@@ -19,6 +19,7 @@ from grouped_lora_ops.ops import common, prepared
 
 DEVICE = "cuda" if GPU else "cpu"
 thorough = pytest.mark.thorough
+on_both = pytest.mark.gpu if GPU else lambda test: test  # on a GPU, too
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 FORMS = ("whole", "an A each", "halves of B")  # of A and B: one pair; gate and up with an A each; B's halves an axis
 
@@ -203,6 +204,7 @@ def crowded_ids(tokens, top_k, experts=4):
     return torch.where((torch.arange(tokens) % 7 == 6)[:, None], -1, ids).tolist()
 
 
+@on_both
 @pytest.mark.parametrize("form", FORMS)
 def test_routes_of_a_pair_share_tiles(force, form):
     """Without a plan, too: those of 16 tokens that have the same k."""
@@ -216,6 +218,7 @@ def test_routes_of_a_pair_share_tiles(force, form):
         assert_bits(got, kernels("linear")(c.x, c.w, None, None, c.ids, None, None, None, None, None, None), how)
 
 
+@on_both
 @pytest.mark.parametrize("how", ["split", "plan whole tall"])
 def test_a_shared_tile_changes_no_bit(force, monkeypatch, how):
     """Neither routes that share one without a plan nor parts of one that programs share."""
@@ -255,6 +258,7 @@ def tiles_of(ids, adapters, experts, slots, programs, shares=0, plan=None, token
     return out.tolist()
 
 
+@on_both
 @pytest.mark.parametrize("tokens,top_k", [(1, 3), (16, 1), (40, 2), (33, 3)])
 def test_each_route_is_in_one_tile_and_each_part_is_one_programs(tokens, top_k):
     """As programs find tiles without a plan: of the same pair, k and 16 tokens; and with one, of which fewer occur than could."""

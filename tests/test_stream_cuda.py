@@ -40,7 +40,7 @@ WAYS = {
 
 @pytest.fixture
 def choose(monkeypatch):
-    """choose("late"): csrc/stream.cu takes every product of up to 64 rows that it can, in this way; None: none. Returns what its
+    """choose("late"): csrc/stream.cu takes every product that it can, in this way; None: none. Returns what its
     launches have answered since."""
     chosen, product, answers = launch_linear.linear, stream_cuda.product, []
 
