@@ -19,27 +19,9 @@ if GPU:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 else:
     os.environ["TRITON_INTERPRET"] = "1"
+    import interpreter  # imports Triton, which looks at that variable
 
-
-def keep_splats_bool():
-    """Triton's interpreter makes int32 of a scalar comparison that meets a block; from 3.9 on its loads refuse that as a mask."""
-    try:
-        from triton.runtime.interpreter import InterpreterBuilder
-    except ImportError:
-        return
-    create_splat = InterpreterBuilder.create_splat
-
-    def create(self, ret_ty, arg):
-        splat = create_splat(self, ret_ty, arg)
-        if arg.data.dtype == bool:
-            splat.data = splat.data.astype(bool)
-        return splat
-
-    InterpreterBuilder.create_splat = create
-
-
-if not GPU:
-    keep_splats_bool()
+    interpreter.prepare()
     torch.set_num_threads(1)  # tiny products: two threads on a busy machine wait for each other, up to 10 ms a product
 
 
