@@ -4,6 +4,7 @@
 // as the launch says, starts as garbage and has forbidden pages behind it. Stands in for tile.cuh; one cluster is a grid.
 // hopper_on_cpu.h adds what csrc/hopper.cuh has, delta_on_cpu.h what csrc/delta.cu uses.
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -11,7 +12,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <random>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -56,12 +56,25 @@ struct Thread {
     Index index;
     Block *block;
     Warp *warp;
+    struct Turn *turn;
     ucontext_t context;  // to start it; then `at` is where it stands
     jmp_buf at;
-    bool (*ready)(const void *) = nullptr;  // what it waits for
-    const void *waits_for = nullptr;
     u32 cluster_target = 0;
     bool started = false, done = false;
+};
+struct Turn {  // of a thread: whether it could run, which is asked far more often than it runs, so these lie together
+    Thread *thread;
+    bool (*ready)(const void *) = nullptr;  // null: it waits for nothing
+    u64 waits_for[2];                       // what `ready` looks at
+};
+struct Chance {  // splitmix64: std::mt19937 took a sixth of a run
+    u64 state = 0;
+    u32 below(u32 n) { return (u64)(*this)() * n >> 32; }
+    u32 operator()() {
+        u64 z = state += 0x9e3779b97f4a7c15;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9, z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        return z >> 32;
+    }
 };
 struct Send { u32 to, barrier; u8 data[16]; u32 bytes; };
 
@@ -70,6 +83,7 @@ inline jmp_buf scheduler;
 inline Index grid;
 inline std::vector<std::unique_ptr<Thread>> threads;
 inline std::vector<std::unique_ptr<Warp>> warps;
+inline std::vector<Turn> turns;
 inline u32 shared_start;                      // the address of the first byte of shared memory
 inline std::function<bool(Thread *)> pauses;  // whether a thread that could run does not run this time
 inline std::function<bool()> units;           // what works beside the threads; whether anything is left to do
@@ -79,7 +93,7 @@ inline char failure[200];
 inline std::vector<std::unique_ptr<Block>> blocks;
 inline std::vector<Send> sends;
 inline Gate cluster;
-inline std::mt19937 chance;
+inline Chance chance;
 
 // Ends the run, from a thread or beside them.
 [[noreturn]] inline void fail(const char *what) {
@@ -92,7 +106,10 @@ inline void yield() {
 // What blocks here is not run, and so costs nothing, until `ready()`.
 template <class Ready> inline void until(Ready ready) {
     if (ready()) return;
-    now->ready = [](const void *r) { return (*(const Ready *)r)(); }, now->waits_for = &ready;
+    Turn &turn = *now->turn;
+    static_assert(sizeof ready <= sizeof turn.waits_for);
+    memcpy(turn.waits_for, &ready, sizeof ready);
+    turn.ready = [](const void *r) { return (*(const Ready *)r)(); };
     yield();
 }
 inline u32 arrive(Gate &g) {  // returns the generation after which all have arrived
@@ -151,24 +168,27 @@ inline void resume(Thread *t) {
 }
 
 inline void rounds(u32 seed) {
-    std::vector<Thread *> order;
-    for (auto &t : threads) order.push_back(t.get());
+    const auto waits = [](const Turn *t) { return t->ready && !t->ready(t->waits_for); };
+    std::vector<Turn *> order;
+    for (Turn &t : turns) order.push_back(&t);
     while (!order.empty() && !*failure) {
-        if (seed) std::shuffle(order.begin(), order.end(), chance);
         bool alive = !sends.empty();
-        for (Thread *t : order) {
-            if (t->ready && !t->ready(t->waits_for)) continue;
+        const bool idle = std::all_of(order.begin(), order.end(), waits);
+        for (u32 n = order.size(); seed && !idle && n > 1; --n) std::swap(order[n - 1], order[chance.below(n)]);
+        for (Turn *t : order) {
+            if (idle) break;
+            if (waits(t)) continue;
             alive = true;
-            if (pauses && pauses(t)) continue;
+            if (pauses && pauses(t->thread)) continue;
             t->ready = nullptr;
-            resume(t);
+            resume(t->thread);
             if (*failure) return;
         }
         if (_setjmp(scheduler)) return;  // a failure beside the threads
         for (size_t n = sends.size(); n > 0; --n)
             if (chance() % 4 || n == 1) deliver(chance() % sends.size());
         if (units && units()) alive = true;
-        order.erase(std::remove_if(order.begin(), order.end(), [](Thread *t) { return t->done; }), order.end());
+        order.erase(std::remove_if(order.begin(), order.end(), [](const Turn *t) { return t->thread->done; }), order.end());
         if (!alive) fail("the threads wait for each other");
     }
 }
@@ -176,7 +196,7 @@ inline void rounds(u32 seed) {
 // `count` blocks from number `first` on, of `size` threads with `shared` bytes of shared memory, run `body`. Returns what went wrong.
 inline const char *attempt(u32 first, u32 count, u32 size, u32 shared, u32 seed, std::function<void()> body) {
     static std::function<void()> job;
-    job = body, chance.seed(seed), sends.clear(), blocks.clear(), threads.clear(), warps.clear(), *failure = 0;
+    job = body, chance.state = seed, sends.clear(), blocks.clear(), threads.clear(), warps.clear(), turns.assign((size_t)count * size, {}), *failure = 0;
     cluster = {count * size};
     const size_t stacks = (size_t)count * size * STACK, length = (shared + PAGE - 1) / PAGE * PAGE;
     u8 *stack = (u8 *)mmap(nullptr, stacks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -187,7 +207,8 @@ inline const char *attempt(u32 first, u32 count, u32 size, u32 shared, u32 seed,
         blocks.emplace_back(new Block{{first + b}, b, shared, pages + length - (shared + 15) / 16 * 16, pages, {size}, {}, size});
         for (u32 t = 0; t < size; ++t) {
             if (t % 32 == 0) warps.emplace_back(new Warp{{32}, {}});
-            threads.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), {}});
+            threads.emplace_back(new Thread{{t}, blocks.back().get(), warps.back().get(), &turns[threads.size()]});
+            threads.back()->turn->thread = threads.back().get();
             ucontext_t &c = threads.back()->context;
             getcontext(&c);
             c.uc_stack.ss_sp = stack + ((size_t)b * size + t) * STACK, c.uc_stack.ss_size = STACK, c.uc_link = nullptr;

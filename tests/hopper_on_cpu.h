@@ -274,7 +274,7 @@ inline void show() {
 
 inline const char *run_grid(u32 count, u32 size, u32 shared, u32 seed, void *from_ahead, size_t from_ahead_bytes, std::function<void()> body) {
     static const u32 chances[] = {1, 2, 4, 16};
-    std::mt19937 draw(seed);
+    Chance draw = {seed};
     grid = {count}, seed_of_run = seed;
     for (u32 i = 0; i < count; ++i) {
         const u32 b = seed % 2 ? i : count - 1 - i;
