@@ -14,7 +14,7 @@ from conftest import poisoned
 from test_expert_kernels import FORMS, force, want_delta  # noqa: F401  (a fixture)
 from test_expert_kernels import build as routes
 from test_expert_mlp_kernels import PLACEMENTS, layer, run_reference
-from test_host import both_ways, elsewhere, gpu, held, op, two_gpus  # noqa: F401  (fixtures)
+from test_host import both_ways, elsewhere, gpu, held, one_launcher, op, two_gpus  # noqa: F401  (fixtures)
 
 import grouped_lora_ops as glo
 from grouped_lora_ops import driver, launch, launch_experts, reference
@@ -104,6 +104,7 @@ def test_a_repeated_mlp_reads_and_writes_its_own_tensors(gpu, force, placement, 
     assert len(gpu.launches) == 2 * (5 + (placement == "input") + 2 * ("plan" in how))
 
 
+@one_launcher
 def test_a_repeated_mlp_equals_the_reference(gpu, force):  # noqa: F811
     force("plan whole")
     for seed in range(2):
@@ -124,6 +125,7 @@ def test_words_and_limits_have_entries_of_their_own(gpu):  # noqa: F811
     assert len(held("expert_mlp")) == len(choices) and len(gpu.launches) == 5 * len(choices)
 
 
+@one_launcher
 @pytest.mark.parametrize("shared", ["a", "b", "ab"])
 @pytest.mark.parametrize("planned", [False, True])
 def test_shared_factors_are_repeated(gpu, force, monkeypatch, shared, planned):  # noqa: F811
@@ -168,6 +170,7 @@ def test_a_given_plan_is_read_at_every_call(gpu, force):  # noqa: F811
     assert len(held("expert_delta")) == 1 and len(gpu.launches) == 5 * 2
 
 
+@one_launcher
 @pytest.mark.parametrize("way", ["rank", "count", "sort"])
 def test_plans_of_every_way(gpu, monkeypatch, way):  # noqa: F811
     """torch.sort is not ours: such a plan, and a call that makes one, takes the ordinary way every time."""
@@ -192,6 +195,7 @@ NOTHING = {
 }
 
 
+@one_launcher
 @pytest.mark.parametrize("what", NOTHING)
 @pytest.mark.parametrize("how", ["split", "plan whole"])
 def test_fills_are_not_prepared(gpu, force, what, how):  # noqa: F811
@@ -208,6 +212,7 @@ def test_fills_are_not_prepared(gpu, force, what, how):  # noqa: F811
         assert not held("expert_linear")
 
 
+@one_launcher
 @pytest.mark.parametrize("case", [dict(tokens=0), dict(experts=0), dict(top_k=0), dict(ids=[[-1, 3]] * 3), dict(lora="")], ids=str)
 @pytest.mark.parametrize("how", ["split", "plan whole"])
 def test_an_mlp_of_nothing(gpu, force, case, how):  # noqa: F811
@@ -220,6 +225,7 @@ def test_an_mlp_of_nothing(gpu, force, case, how):  # noqa: F811
             assert_bits(want, torch.zeros_like(want))
 
 
+@one_launcher
 def test_a_master_copy_is_cast_in_every_call(gpu):  # noqa: F811
     """Float32 factors beside a bf16 x, changed in place between calls, too."""
     for seed in range(3):
@@ -237,6 +243,7 @@ def test_a_master_copy_is_cast_in_every_call(gpu):  # noqa: F811
         assert_equal(call("expert_delta", delta_args(masters)), want_delta(c), f"times {factor}")
 
 
+@one_launcher
 def test_copies_on_the_way_are_not_prepared(gpu):  # noqa: F811
     """Strided ranks, scalings and router weights: right, and not recorded."""
 
@@ -292,6 +299,7 @@ BATCHES = (  # expert ids, adapters, ranks
 )
 
 
+@one_launcher
 @pytest.mark.parametrize("how", ["split", "plan whole", "plan whole mixed"])
 @pytest.mark.parametrize("name", ["expert_delta", "expert_linear", "expert_mlp"])
 def test_launches_depend_on_shapes_alone(gpu, force, name, how):  # noqa: F811

@@ -35,6 +35,11 @@ def gpu(request, monkeypatch):
     return fake_gpu.install(monkeypatch, request.param)
 
 
+# For tests of what an op records, or does not, and of how it is made again: launchers see no more of that than in those tests that
+# run with both.
+one_launcher = pytest.mark.parametrize("gpu", ["C" if driver._launcher else "ctypes"], indirect=True)
+
+
 def op(name):
     stem, in_place = name.rstrip("_"), name.endswith("_")
     return getattr(importlib.import_module(f"grouped_lora_ops.ops.{stem}"), "_cuda_" if in_place else "_cuda")

@@ -12,7 +12,7 @@ from conftest import poisoned
 from test_expert_host import block, linear_args, small
 from test_expert_kernels import force  # noqa: F401  (a fixture)
 from test_expert_mlp_kernels import PLACEMENTS
-from test_host import elsewhere, gpu  # noqa: F401  (fixtures)
+from test_host import elsewhere, gpu, one_launcher  # noqa: F401  (fixtures)
 from test_host import small as dense
 
 import grouped_lora_ops as glo
@@ -65,6 +65,7 @@ def backward_args(name, seed, needs, form="wo_a", tokens=3):
 # --- on a GPU that is not there ---
 
 
+@one_launcher
 @pytest.mark.parametrize("form", ["plain", "wo_a", "slices"])
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_a_repeated_backward_reads_and_writes_its_own_tensors(gpu, name, form):  # noqa: F811
@@ -82,6 +83,7 @@ def test_a_repeated_backward_reads_and_writes_its_own_tensors(gpu, name, form): 
     assert len(call.table) == len(wanted)
 
 
+@one_launcher
 def test_many_rows_make_their_plan_again(gpu):  # noqa: F811
     """A plan inside the backward: two launches of the tape."""
     for name in ("delta", "linear"):
@@ -91,6 +93,7 @@ def test_many_rows_make_their_plan_again(gpu):  # noqa: F811
         assert len(call.table) == 1 and gpu.launches
 
 
+@one_launcher
 def test_what_torch_computes_is_not_repeated(gpu):  # noqa: F811
     """The gradient of a base weight, and of a bias, are torch's products and sums: such a call takes the ordinary way each time."""
     call = implementation("linear")
