@@ -334,7 +334,7 @@ def expand(p: ExpertProblem) -> ExpertExpandConfig:
                 return expand_with(p, 16, block_n=64, loop=4, **two_warps)
         elif p.out_features > 4096:
             return expand_with(p, 16, block_n=64, loop=8, num_warps=2, num_stages=3)
-        elif width == 32 and 2 <= rows < 12:
+        elif width == 32 and 2 <= rows < 12 and p.slots > 1:  # with one slot experts that many tokens choose cost more than that gains
             return expand_with(p, 16, block_n=128, loop=8, **two_warps)
     return expand_with(p, 16, block_n=block_n, loop=8 if a_multiprocessor > 16 else 4, num_stages=3)
 

@@ -72,6 +72,16 @@ def test_modes(kernels, force, how, slots):
         check(kernels, build(form, tokens=40, slots=slots, features=140, ranks=True, device=kernels.device), form)
 
 
+def test_rows_of_a_damaged_plan_are_not_read(kernels, force):
+    """Its ends are right, so that every part has rows, and those lie far behind the last one."""
+    force("plan")
+    c = build("wo_a", tokens=9, features=72, device=kernels.device)
+    plan = reference.plan(c.ids.cpu(), c.a.shape[0]).to(kernels.device)
+    plan[:9] = 2**30
+    got = kernels.delta_backward(c.grad_y, *c.factors, c.out_sizes, c.ranks, plan, [False, True, True])
+    assert not got[1].any() and not got[2].any()
+
+
 @thorough
 def test_many_rows_make_many_parts(kernels):
     for slots in (1, 3):
