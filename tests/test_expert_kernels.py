@@ -249,10 +249,12 @@ def parts_kernel(out, ids, adapters, plan, M, K, E, L, TILES, shares, MODE: tl.c
 
 
 def tiles_of(ids, adapters, experts, slots, programs, shares=0, plan=None, tokens=16):
+    """What `parts_kernel` writes; behind a plan lie numbers that could be one's."""
     out = torch.full((programs, 20), -7, dtype=torch.int32, device=DEVICE)
     mode, height = launch_experts.ROUTE, tokens
     if plan is not None:
         mode, height = launch_experts.PLAN, launch_experts.plan_rows(ids.numel(), experts, slots)
+        plan = torch.cat([plan, torch.zeros(4 * programs, dtype=torch.int32, device=DEVICE)])[: len(plan)]
     room = launch_experts.plan_room(ids.numel(), experts, slots)
     parts_kernel[(programs,)](out, ids, adapters, plan, ids.numel(), ids.shape[1], experts, slots, room, shares, mode, height)
     return out.tolist()
@@ -263,7 +265,9 @@ def tiles_of(ids, adapters, experts, slots, programs, shares=0, plan=None, token
 def test_each_route_is_in_one_tile_and_each_part_is_one_programs(tokens, top_k):
     """As programs find tiles without a plan: of the same pair, k and 16 tokens; and with one, of which fewer occur than could."""
     ids = torch.tensor(crowded_ids(tokens, top_k), dtype=torch.int32, device=DEVICE)
-    adapters = (torch.arange(tokens, device=DEVICE) % 11 == 0).to(torch.int32) - 1  # none, or the first
+    if tokens == 16:
+        ids.fill_(2)  # a full tile
+    adapters = (torch.arange(tokens, device=DEVICE) % (11 if tokens != 16 else 1) == 0).to(torch.int32) - 1  # none, or the first
     plan = reference.expert_plan(ids.cpu(), adapters.cpu(), 4, 1).to(DEVICE)
     for shares in (None, 0, 5, 200):
         most = launch_experts.plan_tiles(ids.numel(), 4, 1) * launch_experts.plan_rows(ids.numel(), 4, 1) // 16
@@ -286,6 +290,20 @@ def test_each_route_is_in_one_tile_and_each_part_is_one_programs(tokens, top_k):
             assert sorted(taken) == list(range(next(iter(taken.values())))), "a part is nobody's"
         assert shares != 200 or min(map(len, found.values())) > 1
     assert all(parts == 1 and rows[0] == n for n, (_, _, _, parts, *rows) in enumerate(tiles_of(ids, adapters, 4, 1, ids.numel(), 0, None, 1)))
+
+
+@on_both
+def test_a_damaged_plan_leads_no_program_elsewhere():
+    """Whatever a plan says, rows are routes and experts are experts, or the tile is empty."""
+    ids = torch.tensor(crowded_ids(40, 2), dtype=torch.int32, device=DEVICE)
+    adapters = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    good = reference.expert_plan(ids.cpu(), adapters.cpu(), 4, 1)
+    for round_ in range(12):
+        wild = torch.randint(-(2**31), 2**31, good.shape, generator=generator) >> (round_ * 2)  # ever smaller
+        plan = torch.where(torch.rand(good.shape, generator=generator) < 0.4, wild, good).to(torch.int32)
+        for expert, slot, part, parts, *rows in tiles_of(ids, adapters, 4, 1, 40, (0, 5, 40)[round_ % 3], plan.to(DEVICE)):
+            assert all(-1 <= r < 80 for r in rows) and expert >= 0 and (expert > 4 or 0 <= slot <= 1) and parts >= 1 and part >= 0
 
 
 @pytest.mark.parametrize("shared", ["a", "b", "ab"])

@@ -330,7 +330,7 @@ def test_columns(on_cpu, out, columns):
 
 
 @both_orders
-@pytest.mark.parametrize("tokens", [1, 64, 65, 129, 400])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 400])
 def test_rows(on_cpu, tokens, sort):
     c, weight, bias = case("plain", **SIZES | dict(tokens=tokens, out=280), ranks=True)
     for programs, tile_group in ((1, 1), (2, 8), (3, 2)):
