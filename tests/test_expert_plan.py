@@ -190,6 +190,23 @@ def test_every_problem_gets_a_configuration():
         assert launch_experts.expert_plan(p.routes, p.experts, p.slots).programs >= 0
 
 
+def test_programs_without_a_tile_share_those_of_others_while_they_are_few():
+    for tokens, groups, columns in ((64, 2, 768), (256, 1, 7168), (512, 2, 2048)):
+        p = launch_experts.ExpertProblem("sm_90", 132, 2, 8 * tokens, 128, 1, groups, groups, 2048, columns, 32)
+        config = launch_experts.expand(p)
+        blocks = groups * launch_experts.cdiv(columns, config.block_n * config.loop)
+        assert config.loop > 1 and 0 < config.shares <= config.tiles and config.shares * blocks <= 4 * 132
+        assert launch_experts.expand(replace(p, routes=8)).shares == 0, "no plan"
+
+
+def test_routes_share_tiles_where_many_have_a_pair():
+    p = launch_experts.ExpertProblem("sm_90", 132, 2, 128, 128, 1, 2, 2, 2048, 768, 32, top_k=2)
+    few = dict(top_k=8, experts=8)
+    for changes, tokens in (({}, 16), (dict(routes=64), 1), (dict(top_k=8), 1), (few | dict(slots=4), 16), (few | dict(slots=5), 1)):
+        config = launch_experts.delta(replace(p, **changes))
+        assert (config.shrink.plan_rows, config.expand.plan_rows) == (tokens, tokens), changes
+
+
 @pytest.mark.parametrize(
     "sentence,kw",
     [
