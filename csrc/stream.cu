@@ -1,6 +1,6 @@
-// y = x Wᵀ + scaling · h Bᵀ + bias for a few rows (up to 64), in one accumulator: W streams by TMA, LoRA is made ready beside it.
+// y = x Wᵀ + scaling · h Bᵀ + bias for a few rows (up to 128), in one accumulator: W streams by TMA, LoRA is made ready beside it.
 //
-// A block has all rows of BN columns of y. Four warps multiply (16 rows: mma, eight columns a warp; 64: wgmma). One thread fetches
+// A block has all rows of BN columns of y, or from 65 rows on half of them. Four warps multiply (16 rows: mma, eight columns a warp; 64: wgmma). One thread fetches
 // W by TMA and one x, each into a ring of stages of 128 columns of D; x, which is in the L2, arrives sooner and so needs fewer. With
 // LoRA three more warps find the adapters that occur, copy their B into shared memory, wait for the kernel ahead, which has meanwhile
 // made h in chunks, add these up, scale them and cut them into two bf16, high and low. Then a row's h meets every adapter's B that

@@ -274,7 +274,8 @@ def shrink(p: ExpertProblem, may_split: bool = True) -> ExpertShrinkConfig:
     block_c = min(columns, 128)
     if block_c >= 128:
         if width <= 64:  # H200, qwen3-30b gate_up r 64 S4 T = 4096 (64 rows): expert_linear 768 µs, by 8 warps 803; dsv3 (32 rows): 6632, 6827
-            return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=4, num_stages=4 if block_m == 32 else 3)
+            warps = 8 if block_m == 64 and p.arch != "sm_90" else 4  # 64 × 128 by 4 warps spill elsewhere
+            return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=warps, num_stages=4 if block_m == 32 else 3)
         return shrink_with(p, block_m, block_c=block_c, block_k=64, num_warps=8 if block_m > 16 else 4, num_stages=3)
     if block_m == 64 and rows >= 48:
         return shrink_with(p, block_m, block_c=block_c, block_k=64, num_stages=5)
@@ -308,7 +309,8 @@ def expand_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertExpandC
         chosen["loop"] = 1
     shares = 0
     if mode == PLAN and chosen["loop"] > 1:
-        shares = min(tiles, SHARE_PROGRAMS * p.sms // (p.groups * cdiv(p.out_features, chosen["block_n"] * chosen["loop"])))
+        blocks = max(1, p.groups * cdiv(p.out_features, chosen["block_n"] * chosen["loop"]))
+        shares = min(tiles, SHARE_PROGRAMS * p.sms // blocks)
     return ExpertExpandConfig(shares=shares, **chosen)
 
 

@@ -14,9 +14,9 @@ from .launch import PLAN, SCAN, SINGLE, Problem, ShrinkConfig, cdiv, has_pdl, po
 ROWS = 3  # tiles are runs of rows; each adapter that occurs in a tile adds its product to its rows
 SORTED = 4  # the same for the rows in the plan's order
 MIXED = (ROWS, SORTED)
-CUDA_TOKENS = 65  # from here on csrc/linear.cu; for the gradient of x from 128 on
+CUDA_TOKENS = 65  # from here on csrc/linear.cu, where csrc/stream.cu does not take two blocks of rows; for the gradient of x from 128 on
 SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and rows that are gathered
-STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once
+STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once; by csrc/stream.cu up to twice as many in two
 STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)

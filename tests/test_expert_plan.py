@@ -199,6 +199,10 @@ def test_programs_without_a_tile_share_those_of_others_while_they_are_few():
         assert launch_experts.expand(replace(p, routes=8)).shares == 0, "no plan"
 
 
+def test_nothing_to_write_is_no_error():
+    assert launch_experts.expand(launch_experts.ExpertProblem("sm_90", 16, 2, 512, 1, 8, 2, 2, 16384, 0, 8)).shares >= 0
+
+
 def test_routes_share_tiles_where_many_have_a_pair():
     p = launch_experts.ExpertProblem("sm_90", 132, 2, 128, 128, 1, 2, 2, 2048, 768, 32, top_k=2)
     few = dict(top_k=8, experts=8)

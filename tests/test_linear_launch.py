@@ -76,7 +76,7 @@ def test_every_choice_is_one_that_the_kernel_has():
         c = launch_linear.linear(p, transposed, fp16)
         other = launch_linear.tiles(p, transposed, fp16)
         assert replace(c, cuda=None, stream=None, shrink=None) == replace(other, shrink=None), "what else is chosen stays"
-        assert c.cuda is None or c.stream is None
+        assert c.cuda is None or c.stream is None or 64 < p.tokens <= 128, "which takes what csrc/stream.cu cannot"
         assert (c.shrink is None) == (other.shrink is None)
         if c.shrink is not None:
             same = ("mode", "chunk", "chunks", "block_r", "block_t", "block_l", "precision", "pdl")
@@ -109,6 +109,22 @@ def test_the_shrink_ahead_of_it():
 
 def routed(**changes):
     return replace(ExpertProblem("sm_90", 132, 2, 8 * 4096, 128, 4, 2, 2, 2048, 768, 16, True), **changes)
+
+
+def test_a_whole_shrink_ahead_of_csrcs_stream_stays_in_float32(monkeypatch):
+    """Where both kernels of csrc may follow, the stream does, and it reads no halves."""
+    p = launch.Problem("sm_90", 132, 2, 65, 60, 256, 64, 64, 1024)
+    config = launch_linear.linear(p)
+    assert config.stream is not None and config.cuda is not None and not config.shrink.split
+    linear_op = importlib.import_module("grouped_lora_ops.ops.linear")
+    monkeypatch.setattr(linear_cuda, "loaded", lambda *args: pytest.fail("asked for"))
+    assert not linear_op._reads_halves("linear", None, None, None, None, None, None, None, None, config)
+
+
+def test_without_lora_one_wave_of_wide_blocks():
+    for groups, tokens, rank, rows in ((8, 8, 0, 64), (8, 8, 16, 16), (4, 8, 0, 16), (28, 8, 0, 16)):
+        config = launch_linear.linear(problem(tokens=tokens, groups=groups, rank=rank))
+        assert config.stream.rows == rows and config.stream.block_n == (64 if rows == 64 else 32)
 
 
 def test_groups_that_share_a_are_shrunk_together_ahead_of_a_few_rows():

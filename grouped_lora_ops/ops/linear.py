@@ -110,7 +110,7 @@ def _by_plan(config: launch_linear.LinearConfig) -> bool:
 
 def _reads_halves(name, x, weight, scales, b, bias, out, sizes, halves, config: launch_linear.LinearConfig) -> bool:
     """Whether csrc/linear.cu follows a whole shrink, which then writes scaling · h for it, in parts of shape halves."""
-    if config.cuda is None or config.shrink.split or scales is not None or linear_cuda.loaded(name, out) is None:
+    if config.cuda is None or config.stream is not None or config.shrink.split or scales is not None or linear_cuda.loaded(name, out) is None:
         return False
     w, b5, bias3 = _one_expert(weight, b, bias)
     return linear_cuda.fits(x, w, torch.empty(halves, dtype=x.dtype, device="meta"), b5, bias3, out, sizes)
