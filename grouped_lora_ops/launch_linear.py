@@ -238,8 +238,6 @@ def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.rank <= STREAM_RANKS[-1] and _streams(p):
         chosen = stream(p)
         config = replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
-        if p.tokens <= STREAM_TOKENS:
-            return config
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < (128 if transposed else CUDA_TOKENS):
         return config
     columns = next((width for width in (256, 128) if _programs(p, 128, width) >= 0.7 * p.sms), 64)
