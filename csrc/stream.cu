@@ -9,8 +9,11 @@
 // Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where that leaves none for B (LATE),
 // B is called into the L2 at first and comes to where the rings were when they are no longer needed.
 //
-// The order of every sum is that of kernels/linear.py: one chain over D, then for each piece of `rank_block` columns of h all of
-// high before all of low.
+// W of e4m3 arrives as it is, in a ring of its own, and four more warps convert it into bf16, in a ring of a few stages that the products
+// read. A scale of e8m0 multiplies there; one of float32 a stage's sum, which starts from zero.
+//
+// The order of every sum is that of kernels/linear.py: one chain over D (or one a stage, added by an fma), then for each piece of
+// `rank_block` columns of h all of high before all of low.
 #include "hopper.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -20,8 +23,9 @@ extern "C" __device__ const int available = 0;
 #endif
 
 static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
+static constexpr u32 CONVERTERS = 128, CONVERTED = 3; // stages of W in bf16
 static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
-static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, NEXT = 8, LATE = 16;
+static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, NEXT = 8, LATE = 16, POWERS = 32; // POWERS: scales are e8m0
 
 struct __align__(64) Params {
     u64 map[16];    // W's: axes (d, n, group, 1)
@@ -40,7 +44,8 @@ struct __align__(64) Params {
     u32 slices;
     u32 starts[MAX_SLICES + 1];
     u32 height; // rows of a block, a multiple of 8
-    u32 unused[8];
+    const void *scales;  // of W in e4m3: axes (group, 128 of n, 128 of d)
+    i64 s_g, s_n, s_d;
 };
 static_assert(sizeof(Params) == 512);
 
@@ -51,7 +56,7 @@ struct Shared { // behind the rings; then h's parts, then B
     u32 ranks[MAX_ROWS];
     float scalings[MAX_ROWS];
     u32 list[MAX_ROWS]; // a row of each adapter that occurs
-    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES];
+    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES], converted[CONVERTED], used[CONVERTED];
     u32 count;
 };
 extern "C" __device__ const int shared_bytes = 1024 + (sizeof(Shared) + 15) / 16 * 16;
@@ -70,16 +75,18 @@ template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
     return {group, 0, p.starts[group] + block * BN, p.starts[group + 1], first, rows};
 }
 
-template <u32 ROWS_, u32 BN_, u32 RANKS_> struct Sizes {
+template <u32 ROWS_, u32 BN_, u32 RANKS_, bool E4M3_> struct Sizes {
     static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
-    static constexpr u32 W_BYTES = BN * BK * 2, X_BYTES = ROWS * BK * 2; // of a stage
+    static constexpr bool E4M3 = E4M3_;
+    static constexpr u32 CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (E4M3 ? CONVERTERS : 0);
+    static constexpr u32 W_BYTES = BN * BK * 2, RAW_BYTES = E4M3 ? W_BYTES / 2 : W_BYTES, X_BYTES = ROWS * BK * 2; // of a stage
     // rows of h and of B: and 16 bytes more, so that eight rows lie in different banks
     static constexpr u32 H_PITCH = 4 * RANKS + 16, B_PITCH = 2 * RANKS + 16, FACTOR = BN * B_PITCH;
     static constexpr u32 WARP_COLUMNS = ROWS == 16 ? BN / 4 : BN, TILES = WARP_COLUMNS / 8;
 };
 
 struct Room {
-    u8 *w, *x;
+    u8 *w, *raw, *x; // raw: W as it arrives
     Shared *s;
     u8 *h, *b;
 };
@@ -96,10 +103,11 @@ template <class S> __device__ __forceinline__ void fetch(const Params &p, const 
     for (u32 k = 0; k < p.features; k += BK, ring.next()) {
         const u64 &full = s.full[ring.stage];
         wait(s.empty[ring.stage], ring.phase ^ 1);
-        barrier_expect(shared_address(&full), S::W_BYTES);
+        barrier_expect(shared_address(&full), S::RAW_BYTES);
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half)
-            fetch_box(shared_address(room.w + ring.stage * S::W_BYTES) + half * (S::BN * 128), p.map, k + 64 * half, block.n, block.out_group, 0, full);
+        for (u32 part = 0; part < S::RAW_BYTES / (S::BN * 128); ++part) // of 128 bytes
+            fetch_box(shared_address(room.raw + ring.stage * S::RAW_BYTES) + part * (S::BN * 128), p.map, k + 64 * part, block.n, block.out_group, 0,
+                      full);
     }
 }
 template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block) {
@@ -114,6 +122,58 @@ template <class S> __device__ __forceinline__ void fetch_x(const Params &p, cons
 #pragma unroll
         for (u32 half = 0; half < 2; ++half)
             fetch_box(shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128), p.x_map, k + 64 * half, block.first, group, 0, full);
+    }
+}
+
+// --- W of e4m3 ---
+
+__device__ __forceinline__ float power_of_e8m0(u8 v) { // 2^(v − 127), 255: NaN
+    return __uint_as_float(v == 255 ? 0x7fc00000 : v == 0 ? 1 << 22 : (u32)v << 23);
+}
+// Eight e4m3, each times scale, rounded to bf16.
+__device__ __forceinline__ uint4 bf16_of_e4m3(u32 first, u32 second, float scale) {
+    const Four a = four_of_e4m3(first), b = four_of_e4m3(second);
+    return make_uint4(two(product(a.v[0], scale), product(a.v[1], scale)), two(product(a.v[2], scale), product(a.v[3], scale)),
+                      two(product(b.v[0], scale), product(b.v[1], scale)), two(product(b.v[2], scale), product(b.v[3], scale)));
+}
+
+// The scale of a block's columns for a step: lane i reads that of step 32 a + i.
+struct Scales {
+    float mine = 1.0f;
+    __device__ __forceinline__ float of(const Params &p, const Block &block, u32 step, u32 steps) {
+        const u32 at = step + threadIdx.x % 32;
+        if (step % 32 == 0 && at < steps) {
+            const i64 place = block.out_group * p.s_g + block.n / BK * p.s_n + at * p.s_d;
+            mine = p.flags & POWERS ? power_of_e8m0(((const u8 *)p.scales)[place]) : ((const float *)p.scales)[place];
+        }
+        return __shfl_sync(~0u, mine, step % 32);
+    }
+};
+
+template <class S> __device__ __forceinline__ void convert(const Params &p, const Room &room, const Block &block) {
+    Shared &s = *room.s;
+    const u32 lane = threadIdx.x % 32, warp = (threadIdx.x - S::CONVERT) / 32, steps = (p.features + BK - 1) / BK;
+    Ring raw{p.stages}, ring{CONVERTED};
+    Scales scales;
+    for (u32 step = 0; step < steps; ++step, raw.next(), ring.next()) {
+        const float scale = p.flags & POWERS ? scales.of(p, block, step, steps) : 1.0f;
+        const u32 from = shared_address(room.raw + raw.stage * S::RAW_BYTES), to = shared_address(room.w + ring.stage * S::W_BYTES);
+        wait(s.full[raw.stage], raw.phase);
+        wait(s.used[ring.stage], ring.phase ^ 1);
+#pragma unroll
+        for (u32 i = 0; i < S::BN / 16; ++i) { // 16 elements of a row: of 32 rows at once, whose places lie in different banks
+            const u32 n = i / 2 * 32 + lane, chunk = i % 2 * 4 + warp;
+            const uint4 v = load16(from + n * 128 + (chunk ^ n % 8) * 16);
+            const u32 row = to + chunk / 4 * (S::BN * 128) + n * 128, place = chunk % 4 * 2;
+            store16(row + (place ^ n % 8) * 16, bf16_of_e4m3(v.x, v.y, scale));
+            store16(row + (place + 1 ^ n % 8) * 16, bf16_of_e4m3(v.z, v.w, scale));
+        }
+        written_for_matrix_units();
+        __syncwarp();
+        if (lane == 0) {
+            arrive(s.converted[ring.stage]);
+            if (step + p.stages < steps) arrive(s.empty[raw.stage]);
+        }
     }
 }
 
@@ -224,17 +284,33 @@ template <class S> __device__ __forceinline__ void help(const Params &p, const R
 
 // --- the others: y ---
 
-template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, float (&d)[4 * S::TILES]) {
+template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, const Block &block, float (&d)[4 * S::TILES]) {
     Shared &s = *room.s;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + BK - 1) / BK;
+    const u32 stages = S::E4M3 ? CONVERTED : p.stages;
+    u64 *const full = S::E4M3 ? s.converted : s.full, *const empty = S::E4M3 ? s.used : s.empty;
     auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
-        if (lane == 0 && step + p.stages < steps) arrive(s.empty[stage]);
+        if (lane == 0 && step + stages < steps) arrive(empty[stage]);
         if (lane == 0 && step + p.x_stages < steps) arrive(s.x_empty[x_stage]);
     };
-    Ring ring{p.stages}, x_ring{p.x_stages};
+    Ring ring{stages}, x_ring{p.x_stages};
     auto arrived = [&] {
         wait(s.x_full[x_ring.stage], x_ring.phase);
-        wait(s.full[ring.stage], ring.phase);
+        wait(full[ring.stage], ring.phase);
+    };
+    const bool apart = S::E4M3 && !(p.flags & POWERS); // a stage's sum
+    float total[S::E4M3 ? 4 * S::TILES : 1];
+    Scales scales;
+    if constexpr (S::E4M3)
+#pragma unroll
+        for (u32 i = 0; i < 4 * S::TILES; ++i) total[i] = 0.0f;
+    auto add_stage = [&](u32 step) {
+        if (!apart) return;
+        if constexpr (S::E4M3) {
+            const float scale = scales.of(p, block, step, steps);
+#pragma unroll
+            for (u32 i = 0; i < 4 * S::TILES; ++i) total[i] = __fmaf_rn(d[i], scale, total[i]), d[i] = 0.0f;
+        }
     };
     auto next = [&] { ring.next(), x_ring.next(); };
     if constexpr (S::ROWS == 16) { // what is next is loaded ahead of a chain of products, which takes as long as W takes to arrive
@@ -266,6 +342,7 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
                 load(first, 0);
             }
             add(second);
+            add_stage(step);
             __syncwarp();
             release(step, stage, x_stage);
         }
@@ -281,8 +358,13 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
             multiplies_commit();
             multiplied(d); // they take less time than W takes to arrive: a stage is given back at once
             release(step, ring.stage, x_ring.stage);
+            add_stage(step);
         }
     }
+    if constexpr (S::E4M3)
+        if (apart)
+#pragma unroll
+            for (u32 i = 0; i < 4 * S::TILES; ++i) d[i] = total[i];
 }
 
 template <class S> __device__ __forceinline__ void add_lora(const Params &p, const Room &room, float (&d)[4 * S::TILES]) {
@@ -372,7 +454,8 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Room room;
     room.w = memory + (-shared_address(memory) & 1023);
-    room.x = room.w + p.stages * S::W_BYTES;
+    room.raw = S::E4M3 ? room.w + CONVERTED * S::W_BYTES : room.w;
+    room.x = room.raw + p.stages * S::RAW_BYTES;
     room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
     room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
     room.b = p.flags & LATE ? room.w : room.h + S::ROWS * S::H_PITCH;
@@ -380,11 +463,15 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     if (i < MAX_STAGES) {
         if (i < p.stages) {
             barrier_init(shared_address(&room.s->full[i]), 1);
-            barrier_init(shared_address(&room.s->empty[i]), MATH / 32);
+            barrier_init(shared_address(&room.s->empty[i]), MATH / 32); // converters are as many
         }
         if (i < p.x_stages) {
             barrier_init(shared_address(&room.s->x_full[i]), 1);
             barrier_init(shared_address(&room.s->x_empty[i]), MATH / 32);
+        }
+        if (S::E4M3 && i < CONVERTED) {
+            barrier_init(shared_address(&room.s->converted[i]), CONVERTERS / 32);
+            barrier_init(shared_address(&room.s->used[i]), MATH / 32);
         }
         barrier_init_fence();
     }
@@ -397,35 +484,51 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
         float d[4 * S::TILES];
 #pragma unroll
         for (u32 i = 0; i < 4 * S::TILES; ++i) d[i] = 0.0f;
-        multiply<S>(p, room, d);
+        multiply<S>(p, room, block, d);
         if constexpr (S::RANKS > 0) add_lora<S>(p, room, d);
         write<S>(p, block, d);
     } else if (threadIdx.x < HELP) {
         if (threadIdx.x == FETCH) fetch<S>(p, room, block);
         if (threadIdx.x == FETCH_X) fetch_x<S>(p, room, block);
+    } else if (S::E4M3 && threadIdx.x >= S::CONVERT) {
+        if constexpr (S::E4M3) convert<S>(p, room, block);
     } else if constexpr (S::RANKS > 0) help<S>(p, room, block);
 }
 
-// Few registers, so that the kernel ahead has some. By 96 of them two kernels spill, a little.
-#define KERNEL(name, rows, columns, ranks)                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(ranks ? HELP + HELPERS : HELP, columns == 64 && ranks && ranks < 64 ? 1 : 2)                       \
-    name(const __grid_constant__ Params p) {                                                                                                        \
-        run<Sizes<rows, columns, ranks>>(p);                                                                                                        \
+// Few registers, so that the kernel ahead has some. Where 96 are too few, a little is spilled by them; e4m3 needs no second block on a
+// multiprocessor, but without a limit ptxas takes registers until it spills, so blocks are said to be larger than they are.
+constexpr bool many_registers(u32 columns, u32 ranks) { return columns == 64 && ranks && ranks < 64; }
+#define KERNEL(name, rows, columns, ranks, e4m3)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(e4m3 && !many_registers(columns, ranks) ? 544 : Sizes<rows, columns, ranks, e4m3>::THREADS,        \
+                                                 e4m3 || many_registers(columns, ranks) ? 1 : 2) name(const __grid_constant__ Params p) {           \
+        run<Sizes<rows, columns, ranks, e4m3>>(p);                                                                                                  \
     }
 #else
 extern "C" __device__ const int shared_bytes = 0;
-#define KERNEL(name, rows, columns, ranks) extern "C" __global__ void name(const __grid_constant__ Params p) {}
+#define KERNEL(name, rows, columns, ranks, e4m3) extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(stream_16_32_0, 16, 32, 0)
-KERNEL(stream_16_32_16, 16, 32, 16)
-KERNEL(stream_16_32_32, 16, 32, 32)
-KERNEL(stream_16_32_64, 16, 32, 64)
-KERNEL(stream_64_32_0, 64, 32, 0)
-KERNEL(stream_64_32_16, 64, 32, 16)
-KERNEL(stream_64_32_32, 64, 32, 32)
-KERNEL(stream_64_32_64, 64, 32, 64)
-KERNEL(stream_64_64_0, 64, 64, 0)
-KERNEL(stream_64_64_16, 64, 64, 16)
-KERNEL(stream_64_64_32, 64, 64, 32)
-KERNEL(stream_64_64_64, 64, 64, 64)
+KERNEL(stream_16_32_0, 16, 32, 0, false)
+KERNEL(stream_16_32_16, 16, 32, 16, false)
+KERNEL(stream_16_32_32, 16, 32, 32, false)
+KERNEL(stream_16_32_64, 16, 32, 64, false)
+KERNEL(stream_64_32_0, 64, 32, 0, false)
+KERNEL(stream_64_32_16, 64, 32, 16, false)
+KERNEL(stream_64_32_32, 64, 32, 32, false)
+KERNEL(stream_64_32_64, 64, 32, 64, false)
+KERNEL(stream_64_64_0, 64, 64, 0, false)
+KERNEL(stream_64_64_16, 64, 64, 16, false)
+KERNEL(stream_64_64_32, 64, 64, 32, false)
+KERNEL(stream_64_64_64, 64, 64, 64, false)
+KERNEL(stream_16_32_0_e4m3, 16, 32, 0, true)
+KERNEL(stream_16_32_16_e4m3, 16, 32, 16, true)
+KERNEL(stream_16_32_32_e4m3, 16, 32, 32, true)
+KERNEL(stream_16_32_64_e4m3, 16, 32, 64, true)
+KERNEL(stream_64_32_0_e4m3, 64, 32, 0, true)
+KERNEL(stream_64_32_16_e4m3, 64, 32, 16, true)
+KERNEL(stream_64_32_32_e4m3, 64, 32, 32, true)
+KERNEL(stream_64_32_64_e4m3, 64, 32, 64, true)
+KERNEL(stream_64_64_0_e4m3, 64, 64, 0, true)
+KERNEL(stream_64_64_16_e4m3, 64, 64, 16, true)
+KERNEL(stream_64_64_32_e4m3, 64, 64, 32, true)
+KERNEL(stream_64_64_64_e4m3, 64, 64, 64, true)

@@ -145,16 +145,16 @@ def pack(layout: str, values: Sequence) -> tuple[bytes, list[tuple[int, Tensor]]
     return struct.pack(prefix + "0q", *numbers), tensors
 
 
-_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3  # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
+_TYPES, _SWIZZLE_128, _PROMOTE_256 = {1: 0, 2: 9}, 3, 3  # CUtensorMapDataType by size (bytes, bf16), CUtensorMapSwizzle, CUtensorMapL2promotion
 
 
-def _encode(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> list[int]:
+def _encode(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], itemsize: int = 2) -> list[int]:
     rank = len(sizes)
     room = ctypes.create_string_buffer(128 + 64)
     start = (ctypes.addressof(room) + 63) // 64 * 64
     wide, narrow = ctypes.c_uint64, ctypes.c_uint32
     code = library().cuTensorMapEncodeTiled(
-        start, _BFLOAT16, rank, address, (wide * rank)(*sizes), (wide * (rank - 1))(*strides), (narrow * rank)(*box),
+        start, _TYPES[itemsize], rank, address, (wide * rank)(*sizes), (wide * (rank - 1))(*strides), (narrow * rank)(*box),
         (narrow * rank)(*[1] * rank), 0, _SWIZZLE_128, _PROMOTE_256, 0,
     )  # fmt: skip
     check(code, "a tensor map")
@@ -171,18 +171,18 @@ def has_tensor_maps() -> bool:
 
 
 def tensor_map(t: Tensor, order: Sequence[int], box: Sequence[int], pad: int = 0) -> list[int]:
-    """The 16 words of a tensor map of bf16 t, axes in `order`, the first of unit stride, swizzled rows of 128 bytes; axes of size 1
+    """The 16 words of a tensor map of t (bf16, or elements of a byte), axes in `order`, the first of unit stride, swizzled rows of 128 bytes; axes of size 1
     behind them, up to `pad` in all.
 
     Its first word is t's address, so a launch gives t as the pointer there. Only where `has_tensor_maps`.
     """
     strides, last = [], 16
     for axis in order[1:]:
-        last = 2 * t.stride(axis) if t.shape[axis] > 1 else last  # an axis of size 1 has no stride that counts
+        last = t.element_size() * t.stride(axis) if t.shape[axis] > 1 else last  # an axis of size 1 has no stride that counts
         strides.append(last)
     more = max(0, pad - len(order))
     sizes = [t.shape[axis] for axis in order] + [1] * more
-    return _encode(t.data_ptr(), sizes, strides + [last] * more, [*box, *[1] * more])
+    return _encode(t.data_ptr(), sizes, strides + [last] * more, [*box, *[1] * more], t.element_size())
 
 
 # --- the description of a call ---

@@ -18,6 +18,8 @@ CUDA_TOKENS = 65  # from here on csrc/linear.cu, where csrc/stream.cu does not t
 SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and rows that are gathered
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once; by csrc/stream.cu up to twice as many in two
 STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
+STREAM_COLUMNS = 64  # of its widest blocks
+STREAM_CONVERTED = 3  # its stages of an e4m3 weight in bf16
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
@@ -45,6 +47,7 @@ class StreamConfig:
     adapters: int  # whose B there is room for; more come in turns
     next_early: bool  # the kernel behind it may start early
     late: bool = False  # B comes to where the rings were
+    e4m3: bool = False  # W is, with scales
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,13 @@ def stream_ranks(rank: int) -> int:
 
 def stream_bytes(c: StreamConfig, ranks: int) -> int:
     """Shared memory of its rings, h's parts and B; `ranks` of its kernel."""
-    rings = (c.stages * c.block_n + c.x_stages * c.rows) * 256
-    return rings + (c.rows * (4 * ranks + 16) + (0 if c.late else c.adapters * _factor(c, ranks)) if ranks else 0)
+    return _rings(c) + (c.rows * (4 * ranks + 16) + (0 if c.late else c.adapters * _factor(c, ranks)) if ranks else 0)
+
+
+def _rings(c: StreamConfig) -> int:
+    """Bytes of the stages of W and x."""
+    weight = (c.stages + 2 * STREAM_CONVERTED if c.e4m3 else 2 * c.stages) * c.block_n
+    return 128 * (weight + 2 * c.x_stages * c.rows)
 
 
 def _factor(c: StreamConfig, ranks: int) -> int:
@@ -180,7 +188,7 @@ def _factor(c: StreamConfig, ranks: int) -> int:
     return c.block_n * (2 * ranks + 16)
 
 
-def stream(p: Problem) -> StreamConfig:
+def stream(p: Problem, e4m3: bool = False) -> StreamConfig:
     """A block of 32 columns for every multiprocessor, or two; with many rows, whose x costs as much as W, of 64 where these are enough.
 
     48 KB and more of W are under way on a multiprocessor. The rest of its shared memory is for the shrink ahead, beside which
@@ -189,21 +197,23 @@ def stream(p: Problem) -> StreamConfig:
     ranks = stream_ranks(p.rank if p.slots else 0)
     wide = cdiv(p.tokens, 64) * p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms
     # without LoRA a wave of blocks of 64 columns is faster than two of 32 on each multiprocessor (8 groups, T = 1 to 16: 20.1 µs, 24.0)
-    one_wave = ranks == 0 and wide and p.groups * cdiv(p.out_features, 64) <= p.sms
+    one_wave = (ranks == 0 or e4m3) and wide and p.groups * cdiv(p.out_features, 64) <= p.sms
     rows = 16 if p.tokens <= 16 and not one_wave else 64
     block_n = 64 if rows == 64 and wide else 32
-    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms  # blocks on a multiprocessor
-    if rows == 16:
+    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms and not e4m3  # blocks on a multiprocessor
+    if e4m3:
+        stages, x_stages = (12, 6) if rows == 16 else (12, 4) if block_n == 32 else (5, 3)
+    elif rows == 16:
         stages, x_stages = (5, 4) if two else (8, 6)
     else:
         stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
-    config = StreamConfig(rows, block_n, stages, x_stages, 0, has_pdl(p.arch))
+    config = StreamConfig(rows, block_n, stages, x_stages, 0, has_pdl(p.arch), e4m3=e4m3)
     if ranks == 0:
         return config
     late = block_n == 64 and ranks > 16 and p.slots > 1  # beside the rings and the shrink there is no room for B
     room = (104 if two else 172) * KB - STREAM_FIXED - stream_bytes(config, ranks)
     if late:
-        room = (stages * block_n + x_stages * rows) * 256
+        room = _rings(config)
     return replace(config, adapters=max(1, min(p.slots, p.tokens, room // _factor(config, ranks))), late=late)
 
 
@@ -232,12 +242,17 @@ def _streams(p: Problem) -> bool:
     return p.tokens <= STREAM_TOKENS or (p.tokens <= 2 * STREAM_TOKENS and 0.9 * p.sms <= 2 * blocks <= p.sms)
 
 
+def _with_stream(p: Problem, config: LinearConfig, transposed: bool, fp16: bool, e4m3: bool = False) -> LinearConfig:
+    """config, and csrc/stream.cu in its place where that is the faster one."""
+    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or transposed or p.rank > STREAM_RANKS[-1] or not _streams(p):
+        return config
+    chosen = stream(p, e4m3)
+    return replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
+
+
 def linear(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearConfig:
     """`tiles`, and csrc/linear.cu in its place where that is the faster one: where its tiles keep most multiprocessors busy."""
-    config = tiles(p, transposed, fp16)
-    if p.arch == "sm_90" and p.itemsize == 2 and not (fp16 or transposed) and p.rank <= STREAM_RANKS[-1] and _streams(p):
-        chosen = stream(p)
-        config = replace(config, shrink=_shrink_beside(p, config.shrink, chosen), stream=chosen)
+    config = _with_stream(p, tiles(p, transposed, fp16), transposed, fp16)
     if p.arch != "sm_90" or p.itemsize != 2 or fp16 or p.tokens < (128 if transposed else CUDA_TOKENS):
         return config
     columns = next((width for width in (256, 128) if _programs(p, 128, width) >= 0.7 * p.sms), 64)
@@ -305,10 +320,12 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
         block_m = max(16, power_of_2(p.tokens))
         block_n = 64 if p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
         warps = 8 if block_m == 64 and not wgmma else 4
-        return scaled_with(p, ROWS, block_m, block_n=block_n, num_warps=warps, num_stages=12)
+        config = scaled_with(p, ROWS, block_m, block_n=block_n, num_warps=warps, num_stages=12)
+        return _with_stream(p, config, transposed, fp16, True)
     config = tiles(p, transposed, fp16)
     block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
-    return scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
+    config = scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
+    return _with_stream(p, config, transposed, fp16, True)
 
 
 def _programs(p: Problem, block_m: int, block_n: int) -> int:

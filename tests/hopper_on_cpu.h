@@ -6,7 +6,8 @@
 // seeds the first one first.
 //
 // Descriptors of wgmma's operands are made by hopper.cuh's own lines, which are no assembly.
-// A tensor map is 16 words: address, 4 sizes, 3 strides in bytes, 4 lengths of the box, MAP, zeros (tests/test_linear_csrc.py).
+// A tensor map is 16 words: address, 4 sizes, 3 strides in bytes, 4 lengths of the box, MAP, bytes of an element, zeros
+// (tests/test_linear_csrc.py).
 #include "cuda_on_cpu.h"
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 #define __noinline__ __attribute__((noinline))
@@ -111,7 +112,7 @@ inline void fetch(u32 to, const void *words, const int (&start)[4], u32 barrier_
     const u64 *map = (const u64 *)words;
     if (map[12] != MAP) fail("TMA: not a tensor map");
     if (to % 1024) fail("TMA: a swizzled box that does not start at a multiple of 1024 bytes");
-    if (map[8] * 2 != 128) fail("TMA: a box whose rows are not 128 bytes");
+    if (map[8] * map[13] != 128) fail("TMA: a box whose rows are not 128 bytes");
     if (hidden && (u8 *)map[0] == hidden && !lane().waited) fail("x is read before the kernel that makes it has ended");
     const u32 rows = map[9] * map[10] * map[11], each = 8;
     garbage(at(to, rows * 128), rows * 128);
@@ -131,10 +132,11 @@ inline void arrive_piece(size_t index) {
         bool inside = true;
         const u8 *from = (const u8 *)p.map[0];
         for (u32 i = 1; i < 4; ++i) inside &= c[i] >= 0 && (u64)c[i] < sizes[i], from += c[i] * strides[i - 1];
-        for (u32 i = 0; i < 64; ++i) {
+        const u32 each = p.map[13];
+        for (u32 i = 0; i < 128 / each; ++i) {
             u16 v = 0;
-            if (inside && c[0] + i >= 0 && (u64)(c[0] + i) < sizes[0]) memcpy(&v, from + 2 * (c[0] + i), 2);
-            memcpy(at(swizzled(p.to + row * 128 + i * 2), 2), &v, 2);
+            if (inside && c[0] + i >= 0 && (u64)(c[0] + i) < sizes[0]) memcpy(&v, from + each * (c[0] + i), each);
+            memcpy(at(swizzled(p.to + row * 128 + i * each), each), &v, each);
         }
     }
     Barrier &b = barrier(p.barrier);
@@ -323,7 +325,13 @@ inline u32 atomicAdd(u32 *at, u32 more) {
         if (whose == mine) return *at = ((mine + 1) << 24) + i + 1, i;
     }
 }
-template <class V> V __shfl_sync(u32, V value, u32 from) { return cpu::exchange(value, from); }
+template <class V> V __shfl_sync(u32, V value, u32 from) {
+    u64 bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    bits = cpu::exchange(bits, from);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
 inline bool __any_sync(u32 mask, bool value) { return __ballot_sync(mask, value) != 0; }
 inline u32 atomicOr(u32 *at, u32 bits) {
     const u32 old = *at;
@@ -389,3 +397,15 @@ inline uint4 load16(u32 from) {
     memcpy(&v, cpu::at(from, 16), 16);
     return v;
 }
+
+struct Four { float v[4]; };
+inline Four four_of_e4m3(u32 bytes) {
+    Four r;
+    for (u32 i = 0; i < 4; ++i) {
+        const u32 v = bytes >> 8 * i & 0xff, size = v & 127;
+        const float value = size == 127 ? __uint_as_float(0x7fc00000) : size < 8 ? size * 0x1p-9f : __uint_as_float((size << 20) + (120 << 23));
+        r.v[i] = v >> 7 ? -value : value;
+    }
+    return r;
+}
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -79,17 +79,17 @@ def map_words(t, order, box, pad=0):
     """What driver.tensor_map makes, in hopper_on_cpu.h's words, and what cuTensorMapEncodeTiled asks for."""
     strides, last = [], 16
     for axis in order[1:]:
-        last = 2 * t.stride(axis) if t.shape[axis] > 1 else last
+        last = t.element_size() * t.stride(axis) if t.shape[axis] > 1 else last
         strides.append(last)
     more = max(0, pad - len(order))
     sizes = [t.shape[axis] for axis in order] + [1] * more
     strides += [last] * more
     box = [*box, *[1] * more]
-    assert len(sizes) == 4 and t.data_ptr() % 16 == 0 and t.dtype == BF16
+    assert len(sizes) == 4 and t.data_ptr() % 16 == 0 and t.dtype in (BF16, torch.float8_e4m3fn, torch.uint8)
     assert t.stride(order[0]) == 1 or t.shape[order[0]] == 1
-    assert all(0 < size <= 1 << 32 for size in sizes) and all(0 < n <= 256 for n in box) and box[0] * 2 <= 128
+    assert all(0 < size <= 1 << 32 for size in sizes) and all(0 < n <= 256 for n in box) and box[0] * t.element_size() <= 128
     assert all(0 < stride < 1 << 40 and stride % 16 == 0 for stride in strides)
-    return [t.data_ptr(), *sizes, *strides, *box, MAP, 0, 0, 0]
+    return [t.data_ptr(), *sizes, *strides, *box, MAP, t.element_size(), 0, 0]
 
 
 class OnCpu:
@@ -153,7 +153,8 @@ class OnCpu:
         if t is None or t.numel() == 0:
             return t
         span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-        used = span * t.element_size()
+        used = span if t.dtype != torch.float8_e4m3fn else -(-span // 16) * 16  # the last row need not end at a multiple of 16
+        used *= t.element_size()
         length = (used + PAGE - 1) // PAGE * PAGE
         base = self.libc.mmap(
             None, length + PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0

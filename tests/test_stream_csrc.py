@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import FORMS, NAN, assert_equal, place
-from linear_cases import case, want_linear
+from linear_cases import blocks_of, case, scaled_case, spread, want_linear
 from test_linear_csrc import BF16, ROOT, OnCpu, compiled, compiled_once, h_of, room_for
 
 from grouped_lora_ops import driver, launch_linear
@@ -26,6 +26,7 @@ linear_op = importlib.import_module("grouped_lora_ops.ops.linear")  # not the fu
 
 H_AT = 32  # place of h among the values of struct Params
 SIZES = dict(tokens=20, slots=3, features=328, out=72, rank=16)
+E8M0 = [False, True]  # scales of float32, of e8m0
 
 
 @pytest.fixture(scope="session")
@@ -61,12 +62,14 @@ def on_cpu(library, monkeypatch):
     made.close()
 
 
-def config(c, block_n=32, stages=3, x_stages=2, adapters=3, late=False):
-    return StreamConfig(16 if c.x.shape[0] <= 16 else 64, block_n, stages, x_stages, adapters, True, late)
+def config(c, block_n=32, stages=3, x_stages=2, adapters=3, late=False, scale=None):
+    rows = 16 if c.x.shape[0] <= 16 and block_n == 32 else 64
+    return StreamConfig(rows, block_n, stages, x_stages, adapters, True, late, scale is not None)
 
 
-def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, ranks=None, **how):
-    x, weight = common.grouped(c.x, 3), linear_op._outer(weight, 3)
+def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, ranks=None, scale=None, **how):
+    x = common.grouped(c.x, 3)
+    weight, scales = linear_op._as_kernels_read(weight, scale, "sm_90")
     out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
     sizes = None if c.out_sizes is None else tuple(c.out_sizes)
     b = h = None
@@ -74,25 +77,27 @@ def run(on_cpu, c, weight, bias=None, lora=True, chunks=3, pdl=True, ranks=None,
         b = on_cpu.edge(common.grouped(c.b, 4)[:, None])
         h = on_cpu.edge(h_of(c, torch.Generator().manual_seed(5), chunks))
     x, w = on_cpu.edge(x), on_cpu.edge(weight[None])
+    scales = None if scales is None else on_cpu.edge(scales)
     bias = None if bias is None else on_cpu.edge(linear_op._outer(bias, 2)[None])
-    assert stream_cuda.fits(x, w, h, b, bias, out, sizes)
+    assert stream_cuda.fits(x, w, scales, h, b, bias, out, sizes)
     rest = (
         c.ids if lora else None,
         c.ranks if ranks is None else ranks,
         c.scalings if lora else None,
         sizes,
-        config(c, **how),
+        config(c, scale=scale, **how),
         pdl,
     )
-    assert stream_cuda.product("linear", x, w, h, b, bias, out, *rest)
+    assert stream_cuda.product("linear", x, w, scales, h, b, bias, out, *rest)
     assert untouched(), "written beside out"
     return out.reshape(c.base.shape).clone()
 
 
-def check(on_cpu, c, weight, bias=None, lora=True, **how):
+def check(on_cpu, c, weight, bias=None, lora=True, scale=None, **how):
     shown = c if lora else replace(c, ids=torch.full_like(c.ids, -1))
-    got = run(on_cpu, c, weight, bias, lora, **how)
-    assert_equal(got, want_linear(shown, weight, bias), f"seed {on_cpu.seed - 1}")
+    got = run(on_cpu, c, weight, bias, lora, scale=scale, **how)
+    exact = weight if scale is None else weight.double() * spread(scale, weight)
+    assert_equal(got, want_linear(shown, exact, bias), f"seed {on_cpu.seed - 1}")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -105,6 +110,91 @@ def test_forms(on_cpu, form, tokens):
         check(on_cpu, c, weight, bias, block_n=block_n)
         check(on_cpu, c, weight, bias, block_n=block_n, stages=2, x_stages=3, pdl=False)
         assert on_cpu.last == f"stream_{16 if tokens <= 16 else 64}_{block_n}_16"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("tokens", [1, 16, 50, 100])
+def test_forms_of_e4m3(on_cpu, form, tokens):
+    """Scales of both types, of more blocks than one along both axes; blocks of 32 and of 64 columns."""
+    sizes = [64, 128, 8] if "slices" in form else None
+    for e8m0 in E8M0:
+        shape = SIZES | dict(tokens=tokens, out=200, features=336)
+        c, weight, scale, bias = scaled_case(form, e8m0=e8m0, **shape, ranks=True, sizes=sizes)
+        for block_n in (32, 64):
+            check(on_cpu, c, weight, bias, scale=scale, block_n=block_n, stages=5, adapters=2)
+            rows = 16 if tokens <= 16 and block_n == 32 else 64
+            assert on_cpu.last == f"stream_{rows}_{block_n}_16_e4m3"
+        check(on_cpu, c, weight, bias, lora=False, scale=scale, pdl=False)
+
+
+@pytest.mark.parametrize("rank", [8, 24, 40])
+@pytest.mark.parametrize("tokens", [9, 50])
+def test_ranks_of_e4m3(on_cpu, rank, tokens):
+    c, weight, scale, bias = scaled_case("wo_a", **SIZES | dict(features=336, rank=rank, tokens=tokens), ranks=True)
+    check(on_cpu, c, weight, bias, scale=scale)
+    check(on_cpu, c, weight, bias, scale=scale, block_n=64, late=True, adapters=2, pdl=False)
+
+
+@pytest.mark.parametrize("features", [8, 128, 136, 4240])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_features_of_e4m3(on_cpu, features, tokens):
+    """Fewer stages than its rings have, and more scales than a warp has lanes; x, W and its scales in larger tensors."""
+    for e8m0 in E8M0:
+        shape = SIZES | dict(features=features, tokens=tokens, out=64)
+        c, weight, scale, bias = scaled_case("plain", e8m0=e8m0, **shape, layout={"x": "slice"})
+        larger = torch.full((weight.shape[0], features // 16 * 16 + 64), NAN).to(weight.dtype)
+        larger[:, 16 : 16 + features] = weight
+        scales = torch.full((scale.shape[0], 2 * scale.shape[1]), NAN).to(scale.dtype)
+        scales[:, ::2] = scale
+        for stages in (2, 16):
+            check(on_cpu, c, larger[:, 16 : 16 + features], bias, scale=scales[:, ::2], stages=stages)
+
+
+def test_every_e4m3_by_scales_of_every_size(on_cpu):
+    """x of ones and zeros shows W = weight · scale, rounded to bf16: far below its least normal number, too."""
+    every = torch.arange(256, dtype=torch.uint8)
+    finite = every[every & 127 != 127]
+    numbers = torch.cat((finite, finite[:2])).view(4, 64)  # columns of D that x shows in turn
+    c, weight, bias = case("plain", tokens=64, features=128, out=2048, rank=8)
+    x = torch.cat((torch.eye(64), torch.zeros(64, 64)), 1).to(BF16)
+    for some in numbers:
+        weight = torch.cat((some, some.flip(0))).expand(2048, 128).contiguous().view(torch.float8_e4m3fn)
+        for first in range(0, 246, 16):  # beyond 2^119 some products are infinite
+            powers = torch.arange(first, first + 16).clamp(max=246).to(torch.uint8)[:, None].view(torch.float8_e8m0fnu)
+            got = run(on_cpu, replace(c, x=x), weight, lora=False, scale=powers, block_n=64, stages=4)
+            want = (weight.float() * powers.float().repeat_interleave(128, 0)).to(BF16)[:, :64].t()
+            assert_equal(got, want + 0, f"2^{first - 127}")
+
+
+@pytest.mark.parametrize("e8m0", E8M0)
+def test_nan_of_a_weight_and_of_a_scale(on_cpu, e8m0):
+    """They are in the columns of y whose rows of W, or whose block, have one."""
+    c, weight, scale, bias = scaled_case("plain", e8m0=e8m0, **SIZES | dict(features=336, out=264))
+    clean = want_linear(c, weight.double() * spread(scale, weight), bias)
+    bad, worse = weight.clone(), scale.clone()
+    bad.view(torch.uint8)[5, 300] = 127
+    bad.view(torch.uint8)[77, 2] = 255
+    worse[1, 2] = NAN
+    got = run(on_cpu, c, bad, bias, scale=worse)
+    wrong = torch.zeros(got.shape, dtype=torch.bool)
+    wrong[:, [5, 77]] = wrong[:, 128:256] = True
+    assert torch.equal(got.isnan(), wrong)
+    assert_equal(got.masked_fill(wrong, 0), clean.masked_fill(wrong, 0))
+
+
+def test_a_stage_is_summed_from_zero(on_cpu):
+    """Where a scale is float32: one product and one sum a stage, rounded once, in order."""
+    c, _, bias = case("plain", tokens=5, features=1024, out=64, rank=8)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randint(-8, 9, c.x.shape, generator=g).to(BF16)
+    weight = torch.randint(-8, 9, (64, 1024), generator=g).to(torch.float8_e4m3fn)
+    scale = torch.rand(blocks_of(weight), generator=g) + 0.1
+    got = run(on_cpu, replace(c, x=x), weight, lora=False, scale=scale)
+    total = torch.zeros(5, 64)
+    for i in range(8):
+        part = x[:, i * 128 : i * 128 + 128].double() @ weight[:, i * 128 : i * 128 + 128].double().t()
+        total = (total.double() + part * scale[:, i].double()).float()  # exact in float64: 11 bits by 24, and 24 beside them
+    assert_equal(got, total.to(BF16))
 
 
 @pytest.mark.parametrize("rank", [8, 16, 24, 32, 40, 64])
@@ -215,14 +305,23 @@ def test_what_does_not_fit():
     x, w, out = (torch.empty(*shape, dtype=BF16) for shape in ((64, 1, 64), (1, 1, 40, 64), (64, 1, 40)))
     h, b = torch.empty(2, 64, 1, 16), torch.empty(3, 1, 1, 40, 16, dtype=BF16)
     fits = stream_cuda.fits
-    assert fits(x, w, None, None, None, out, None) and fits(x, w, h, b, None, out, None)
+    assert fits(x, w, None, None, None, None, out, None) and fits(x, w, None, h, b, None, out, None)
     more, wide = torch.empty(129, 1, 64, dtype=BF16), torch.empty(2, 64, 1, 72)
-    assert not fits(more, w, None, None, None, torch.empty(129, 1, 40, dtype=BF16), None)
-    assert not fits(x, w, wide, torch.empty(3, 1, 1, 40, 72, dtype=BF16), None, out, None)
-    assert not fits(x, w, torch.empty(64, 1, 2, 16, dtype=BF16), b, None, out, None), "h in halves"
-    assert not fits(x[:1].expand(64, 1, 64), w, None, None, None, out, None)
-    assert not fits(x, w.mT.contiguous().mT, None, None, None, out, None)
-    assert not fits(x, w, None, None, None, out.float(), None)
+    assert not fits(more, w, None, None, None, None, torch.empty(129, 1, 40, dtype=BF16), None)
+    assert not fits(x, w, None, wide, torch.empty(3, 1, 1, 40, 72, dtype=BF16), None, out, None)
+    assert not fits(x, w, None, torch.empty(64, 1, 2, 16, dtype=BF16), b, None, out, None), "h in halves"
+    assert not fits(x[:1].expand(64, 1, 64), w, None, None, None, None, out, None)
+    assert not fits(x, w.mT.contiguous().mT, None, None, None, None, out, None)
+    assert not fits(x, w, None, None, None, None, out.float(), None)
+    small, scales = w.to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+    assert fits(x, small, scales, h, b, None, out, None) and fits(x, small.view(torch.uint8), scales, None, None, None, out, None)
+    assert not fits(x, small, None, None, None, None, out, None) and not fits(x, w, scales, None, None, None, out, None)
+    three, sliced = torch.empty(64, 3, 64, dtype=BF16), torch.empty(64, 1, 200, dtype=BF16)
+    small = torch.empty(1, 1, 200, 64).to(torch.float8_e4m3fn)
+    for sizes, there in (((64, 128, 8), True), ((64, 72, 64), False), ((32, 160, 8), False)):
+        assert fits(three, small, torch.ones(1, 2, 1), None, None, None, sliced, sizes) == there
+    odd = torch.empty(1, 1, 40, 72).to(torch.float8_e4m3fn)
+    assert not fits(torch.empty(64, 1, 72, dtype=BF16), odd, scales, None, None, None, out, None), "rows of 72 bytes"
 
 
 def test_choices_fit_into_shared_memory():
@@ -325,12 +424,29 @@ FAULTS = {
         ],
         dict(late=True),
     ),
+    "W is converted over what is still multiplied": ([("        wait(s.used[ring.stage], ring.phase ^ 1);\n", "")], dict(e4m3=True)),
+    "W is converted before it has arrived": ([("        wait(s.full[raw.stage], raw.phase);\n", "")], dict(e4m3=True)),
+    "W is fetched over what is not converted": ([("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", "")], dict(e4m3=True)),
+    "the matrix units do not see what was converted": ([("        written_for_matrix_units();\n", "")], dict(e4m3=True)),
+    "a warp's part is multiplied before it is converted": (
+        [
+            ("            arrive(s.converted[ring.stage]);\n", ""),
+            (
+                "        const u32 from = shared_address(room.raw",
+                "        if (lane == 0) arrive(s.converted[ring.stage]);\n        const u32 from = shared_address(room.raw",
+            ),
+        ],
+        dict(e4m3=True),
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
     edits, how = FAULTS[fault]
+    how = dict(how)
+    e4m3 = how.pop("e4m3", False)
+    tail = "_e4m3" if e4m3 else ""
     source = (ROOT / "csrc/stream.cu").read_text()
     assert all(source.count(before) == 1 for before, _ in edits)
 
@@ -338,10 +454,14 @@ def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
         for before, after in edits:
             text = text.replace(before, after)
         # the other kernels would only be compiled
-        return re.sub(r"^KERNEL\((?!stream_64_32_(?:16|0),).*$", "", text, flags=re.MULTILINE)
+        return re.sub(rf"^KERNEL\((?!stream_64_32_(?:16|0){tail},).*$", "", text, flags=re.MULTILINE)
 
     on_cpu = StreamOnCpu(compiled(tmp_path, change, "stream"), monkeypatch)
-    c, weight, bias = case("plain", **SIZES | dict(tokens=50, features=1024, out=64))
+    shape = SIZES | dict(tokens=50, features=1024, out=64)
+    if e4m3:
+        c, weight, how["scale"], bias = scaled_case("plain", e8m0=True, **shape)
+    else:
+        c, weight, bias = case("plain", **shape)
     with pytest.raises(AssertionError):
         for _ in range(8):  # orders of events
             check(on_cpu, c, weight, bias, stages=2, adapters=1, **how)

@@ -126,12 +126,12 @@ def _base_and_delta(
 ) -> None:
     """`kernels.linear.linear`, or csrc/stream.cu or csrc/linear.cu where the choice and the layouts allow it."""
     stream, cuda = config.stream, config.cuda
-    if (stream is not None or cuda is not None) and scales is None and d_sizes is None:
+    if (stream is not None or cuda is not None) and d_sizes is None:
         w, b5, bias3 = _one_expert(weight, b, bias)
-        if stream is not None and not summed and stream_cuda.fits(x, w, h, b5, bias3, out, sizes):
-            if stream_cuda.product(name, x, w, h, b5, bias3, out, adapter_ids, ranks, scalings, sizes, stream, config.pdl):
+        if stream is not None and not summed and stream_cuda.fits(x, w, scales, h, b5, bias3, out, sizes):
+            if stream_cuda.product(name, x, w, scales, h, b5, bias3, out, adapter_ids, ranks, scalings, sizes, stream, config.pdl):
                 return
-        if cuda is not None and linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
+        if cuda is not None and scales is None and linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
             mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
             tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.columns)
             if linear_cuda.product(
