@@ -119,6 +119,12 @@ __device__ __forceinline__ u32 two(float first, float second) { // rounded to bf
 }
 __device__ __forceinline__ u32 exchange(u32 v, u32 with) { return __shfl_xor_sync(~0u, v, with); }
 
+__device__ __forceinline__ u32 products(u32 a, u32 b) { // of two bf16 each
+    u32 r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 struct Four { float v[4]; };
 __device__ __forceinline__ Four four_of_e4m3(u32 bytes) {
     Four r;

@@ -23,7 +23,7 @@ extern "C" __device__ const int available = 0;
 #endif
 
 static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
-static constexpr u32 CONVERTERS = 128, CONVERTED = 3; // stages of W in bf16
+static constexpr u32 CONVERTERS = 256, GROUP = 128; // a group of them has every other stage, so rings of even lengths
 static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
 static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, NEXT = 8, LATE = 16, POWERS = 32; // POWERS: scales are e8m0
 
@@ -56,7 +56,7 @@ struct Shared { // behind the rings; then h's parts, then B
     u32 ranks[MAX_ROWS];
     float scalings[MAX_ROWS];
     u32 list[MAX_ROWS]; // a row of each adapter that occurs
-    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES], converted[CONVERTED], used[CONVERTED];
+    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES], converted[MAX_STAGES], used[MAX_STAGES];
     u32 count;
 };
 extern "C" __device__ const int shared_bytes = 1024 + (sizeof(Shared) + 15) / 16 * 16;
@@ -79,6 +79,7 @@ template <u32 ROWS_, u32 BN_, u32 RANKS_, bool E4M3_> struct Sizes {
     static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
     static constexpr bool E4M3 = E4M3_;
     static constexpr u32 CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (E4M3 ? CONVERTERS : 0);
+    static constexpr u32 CONVERTED = BN == 32 ? 4 : 2; // stages of W in bf16
     static constexpr u32 W_BYTES = BN * BK * 2, RAW_BYTES = E4M3 ? W_BYTES / 2 : W_BYTES, X_BYTES = ROWS * BK * 2; // of a stage
     // rows of h and of B: and 16 bytes more, so that eight rows lie in different banks
     static constexpr u32 H_PITCH = 4 * RANKS + 16, B_PITCH = 2 * RANKS + 16, FACTOR = BN * B_PITCH;
@@ -92,8 +93,8 @@ struct Room {
 };
 struct Ring {
     u32 count, stage = 0, phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == count) stage = 0, phase ^= 1;
+    __device__ __forceinline__ void next(u32 by = 1) {
+        if ((stage += by) >= count) stage -= count, phase ^= 1;
     }
 };
 
@@ -130,19 +131,20 @@ template <class S> __device__ __forceinline__ void fetch_x(const Params &p, cons
 __device__ __forceinline__ float power_of_e8m0(u8 v) { // 2^(v − 127), 255: NaN
     return __uint_as_float(v == 255 ? 0x7fc00000 : v == 0 ? 1 << 22 : (u32)v << 23);
 }
-// Eight e4m3, each times scale, rounded to bf16.
-__device__ __forceinline__ uint4 bf16_of_e4m3(u32 first, u32 second, float scale) {
+// Eight e4m3, which bf16 holds, times two equal scales, rounded to bf16.
+__device__ __forceinline__ uint4 bf16_of_e4m3(u32 first, u32 second, u32 scales) {
     const Four a = four_of_e4m3(first), b = four_of_e4m3(second);
-    return make_uint4(two(product(a.v[0], scale), product(a.v[1], scale)), two(product(a.v[2], scale), product(a.v[3], scale)),
-                      two(product(b.v[0], scale), product(b.v[1], scale)), two(product(b.v[2], scale), product(b.v[3], scale)));
+    auto pair = [=](float x, float y) { return products(__byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632), scales); };
+    return make_uint4(pair(a.v[0], a.v[1]), pair(a.v[2], a.v[3]), pair(b.v[0], b.v[1]), pair(b.v[2], b.v[3]));
 }
 
-// The scale of a block's columns for a step: lane i reads that of step 32 a + i.
+// The scale of a block's columns for a step, from the first one on: lane i reads that of step 32 a + i.
 struct Scales {
+    u32 first = 0;
     float mine = 1.0f;
     __device__ __forceinline__ float of(const Params &p, const Block &block, u32 step, u32 steps) {
-        const u32 at = step + threadIdx.x % 32;
-        if (step % 32 == 0 && at < steps) {
+        const u32 at = step / 32 * 32 + threadIdx.x % 32;
+        if (step % 32 == first && at < steps) {
             const i64 place = block.out_group * p.s_g + block.n / BK * p.s_n + at * p.s_d;
             mine = p.flags & POWERS ? power_of_e8m0(((const u8 *)p.scales)[place]) : ((const float *)p.scales)[place];
         }
@@ -152,18 +154,25 @@ struct Scales {
 
 template <class S> __device__ __forceinline__ void convert(const Params &p, const Room &room, const Block &block) {
     Shared &s = *room.s;
-    const u32 lane = threadIdx.x % 32, warp = (threadIdx.x - S::CONVERT) / 32, steps = (p.features + BK - 1) / BK;
-    Ring raw{p.stages}, ring{CONVERTED};
-    Scales scales;
-    for (u32 step = 0; step < steps; ++step, raw.next(), ring.next()) {
-        const float scale = p.flags & POWERS ? scales.of(p, block, step, steps) : 1.0f;
+    const u32 lane = threadIdx.x % 32, warp = (threadIdx.x - S::CONVERT) % GROUP / 32, steps = (p.features + BK - 1) / BK;
+    const u32 first = (threadIdx.x - S::CONVERT) / GROUP;
+    Ring raw{p.stages, first}, ring{S::CONVERTED, first};
+    Scales scales{first};
+    for (u32 step = first; step < steps; step += 2, raw.next(2), ring.next(2)) {
+        const u32 scale = (p.flags & POWERS ? __float_as_uint(scales.of(p, block, step, steps)) >> 16 : 0x3f80) * 0x10001;
         const u32 from = shared_address(room.raw + raw.stage * S::RAW_BYTES), to = shared_address(room.w + ring.stage * S::W_BYTES);
         wait(s.full[raw.stage], raw.phase);
         wait(s.used[ring.stage], ring.phase ^ 1);
+        // 16 elements of a row: of 32 rows at once, whose places lie in different banks
+        auto row_of = [&](u32 i) { return i / 2 * 32 + lane; };
+        auto chunk_of = [&](u32 i) { return i % 2 * 4 + warp; };
+        uint4 parts[S::BN / 16];
 #pragma unroll
-        for (u32 i = 0; i < S::BN / 16; ++i) { // 16 elements of a row: of 32 rows at once, whose places lie in different banks
-            const u32 n = i / 2 * 32 + lane, chunk = i % 2 * 4 + warp;
-            const uint4 v = load16(from + n * 128 + (chunk ^ n % 8) * 16);
+        for (u32 i = 0; i < S::BN / 16; ++i) parts[i] = load16(from + row_of(i) * 128 + (chunk_of(i) ^ row_of(i) % 8) * 16);
+#pragma unroll
+        for (u32 i = 0; i < S::BN / 16; ++i) {
+            const u32 n = row_of(i), chunk = chunk_of(i);
+            const uint4 v = parts[i];
             const u32 row = to + chunk / 4 * (S::BN * 128) + n * 128, place = chunk % 4 * 2;
             store16(row + (place ^ n % 8) * 16, bf16_of_e4m3(v.x, v.y, scale));
             store16(row + (place + 1 ^ n % 8) * 16, bf16_of_e4m3(v.z, v.w, scale));
@@ -287,7 +296,7 @@ template <class S> __device__ __forceinline__ void help(const Params &p, const R
 template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, const Block &block, float (&d)[4 * S::TILES]) {
     Shared &s = *room.s;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + BK - 1) / BK;
-    const u32 stages = S::E4M3 ? CONVERTED : p.stages;
+    const u32 stages = S::E4M3 ? S::CONVERTED : p.stages;
     u64 *const full = S::E4M3 ? s.converted : s.full, *const empty = S::E4M3 ? s.used : s.empty;
     auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
         if (lane == 0 && step + stages < steps) arrive(empty[stage]);
@@ -347,7 +356,7 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
             release(step, stage, x_stage);
         }
     } else {
-        for (u32 step = 0; step < steps; ++step, next()) {
+        auto issue = [&] {
             const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES), x_at = shared_address(room.x + x_ring.stage * S::X_BYTES);
             arrived();
             multiplies_begin();
@@ -356,9 +365,23 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
                 ::multiply<false>(d, k_major(x_at + i / 4 * (S::ROWS * 128)) + i % 4 * K_MAJOR_16,
                                   k_major(w_at + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
             multiplies_commit();
-            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once
-            release(step, ring.stage, x_ring.stage);
-            add_stage(step);
+        };
+        if (apart) {
+            for (u32 step = 0; step < steps; ++step, next()) {
+                issue();
+                multiplied(d);
+                release(step, ring.stage, x_ring.stage);
+                add_stage(step);
+            }
+        } else { // a stage's products begin while those of the one before still run
+            u32 last = 0, last_x = 0;
+            for (u32 step = 0; step < steps; ++step, next()) {
+                issue();
+                multiplies_wait<1>();
+                if (step > 0) release(step - 1, last, last_x);
+                last = ring.stage, last_x = x_ring.stage;
+            }
+            multiplied(d);
         }
     }
     if constexpr (S::E4M3)
@@ -454,7 +477,7 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Room room;
     room.w = memory + (-shared_address(memory) & 1023);
-    room.raw = S::E4M3 ? room.w + CONVERTED * S::W_BYTES : room.w;
+    room.raw = S::E4M3 ? room.w + S::CONVERTED * S::W_BYTES : room.w;
     room.x = room.raw + p.stages * S::RAW_BYTES;
     room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
     room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
@@ -463,14 +486,14 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     if (i < MAX_STAGES) {
         if (i < p.stages) {
             barrier_init(shared_address(&room.s->full[i]), 1);
-            barrier_init(shared_address(&room.s->empty[i]), MATH / 32); // converters are as many
+            barrier_init(shared_address(&room.s->empty[i]), MATH / 32); // a group of converters are as many
         }
         if (i < p.x_stages) {
             barrier_init(shared_address(&room.s->x_full[i]), 1);
             barrier_init(shared_address(&room.s->x_empty[i]), MATH / 32);
         }
-        if (S::E4M3 && i < CONVERTED) {
-            barrier_init(shared_address(&room.s->converted[i]), CONVERTERS / 32);
+        if (S::E4M3 && i < S::CONVERTED) {
+            barrier_init(shared_address(&room.s->converted[i]), GROUP / 32);
             barrier_init(shared_address(&room.s->used[i]), MATH / 32);
         }
         barrier_init_fence();

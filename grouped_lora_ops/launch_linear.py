@@ -19,7 +19,7 @@ SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and row
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once; by csrc/stream.cu up to twice as many in two
 STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 STREAM_COLUMNS = 64  # of its widest blocks
-STREAM_CONVERTED = 3  # its stages of an e4m3 weight in bf16
+STREAM_CONVERTED = {32: 4, 64: 2}  # its stages of an e4m3 weight in bf16, by columns; two groups of warps take turns at them
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
@@ -42,7 +42,7 @@ class StreamConfig:
 
     rows: int  # a block's, 16 or 64; of more than 64 half as many each
     block_n: int
-    stages: int  # of W
+    stages: int  # of W; of e4m3 an even number
     x_stages: int
     adapters: int  # whose B there is room for; more come in turns
     next_early: bool  # the kernel behind it may start early
@@ -179,7 +179,7 @@ def stream_bytes(c: StreamConfig, ranks: int) -> int:
 
 def _rings(c: StreamConfig) -> int:
     """Bytes of the stages of W and x."""
-    weight = (c.stages + 2 * STREAM_CONVERTED if c.e4m3 else 2 * c.stages) * c.block_n
+    weight = (c.stages + 2 * STREAM_CONVERTED[c.block_n] if c.e4m3 else 2 * c.stages) * c.block_n
     return 128 * (weight + 2 * c.x_stages * c.rows)
 
 
@@ -202,7 +202,7 @@ def stream(p: Problem, e4m3: bool = False) -> StreamConfig:
     block_n = 64 if rows == 64 and wide else 32
     two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms and not e4m3  # blocks on a multiprocessor
     if e4m3:
-        stages, x_stages = (12, 6) if rows == 16 else (12, 4) if block_n == 32 else (5, 3)
+        stages, x_stages = (12, 6) if rows == 16 else (12, 4) if block_n == 32 else (6, 3)
     elif rows == 16:
         stages, x_stages = (5, 4) if two else (8, 6)
     else:

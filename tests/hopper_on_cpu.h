@@ -398,6 +398,16 @@ inline uint4 load16(u32 from) {
     return v;
 }
 
+inline u32 products(u32 a, u32 b) {
+    return two(bf16::widen(a & 0xffff) * bf16::widen(b & 0xffff), bf16::widen(a >> 16) * bf16::widen(b >> 16));
+}
+inline u32 __byte_perm(u32 a, u32 b, u32 select) {
+    const u64 both = a | (u64)b << 32;
+    u32 r = 0;
+    for (u32 i = 0; i < 4; ++i) r |= (u32)(both >> (select >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return r;
+}
+
 struct Four { float v[4]; };
 inline Four four_of_e4m3(u32 bytes) {
     Four r;

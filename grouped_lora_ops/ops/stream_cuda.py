@@ -13,7 +13,7 @@ from ..launch_linear import StreamConfig
 from . import linear_cuda
 from .common import slice_starts, stride
 
-THREADS, LORA_THREADS, CONVERTERS, MAX_SLICES, BOX_BYTES = 192, 96, 128, 8, 128
+THREADS, LORA_THREADS, CONVERTERS, MAX_SLICES, BOX_BYTES = 192, 96, 256, 8, 128
 MAX_SHARED = 227 * launch_linear.KB
 IDS64, BIAS32, OVERLAP, NEXT, LATE, POWERS = 1, 2, 4, 8, 16, 32
 E4M3 = (torch.float8_e4m3fn, torch.uint8)
