@@ -19,6 +19,7 @@ SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and row
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once; by csrc/stream.cu up to twice as many in two
 STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
+DEQUANTIZE_TOKENS = 129  # from here on a weight with e8m0 scales is made bf16 by a kernel of its own, ahead of the product
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
 STREAM_FIXED = 4 * KB  # a block's shared memory beside `stream_bytes`, and what the system takes
@@ -309,6 +310,14 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     config = tiles(p, transposed, fp16)
     block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
     return scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
+
+
+def dequantizes(p: Problem) -> bool:
+    """Whether W of e4m3 with e8m0 scales is made bf16 ahead of the product (`linear`), not in each of its tiles (`scaled`).
+
+    That moves 5 bytes an element more, once; in its tiles W is converted again for every tile of rows.
+    """
+    return p.tokens >= DEQUANTIZE_TOKENS
 
 
 def _programs(p: Problem, block_m: int, block_n: int) -> int:
