@@ -155,6 +155,11 @@ def spread(scale, weight):
     return wide[..., : weight.shape[-2], : weight.shape[-1]]
 
 
+def in_bf16(weight, scale):
+    """W of e8m0 scales beside bf16: the weight that such a call is compared with."""
+    return (weight.double() * spread(scale, weight)).bfloat16()
+
+
 def e4m3_like(t):
     """t, a view of a larger buffer or dense, in e4m3: its strides and what lies between its elements too."""
     whole = (t if t._base is None else t._base).to(torch.float8_e4m3fn)

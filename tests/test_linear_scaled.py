@@ -19,6 +19,7 @@ from linear_cases import (
     blocks_of,
     check_scaled,
     e4m3_like,
+    in_bf16,
     random_scaled,
     scaled_case,
     spread,
@@ -212,7 +213,6 @@ def test_empty_sizes(kernels, ahead, sizes, kind):
 def test_a_repeated_call_reads_its_own_weight_and_scales(monkeypatch, ahead, kind):
     """… forward, and the gradient of x."""
     gpu = fake_gpu.install(monkeypatch, "ctypes")
-    monkeypatch.setattr(dequantize_module, "launch", gpu.triton)
     ahead(kind)
     ops = importlib.import_module("grouped_lora_ops.ops.linear")
     launches = 0
@@ -301,11 +301,6 @@ def test_dequantize_layouts(kernels, shape, layout):
 def spread_power(scales, like):
     wide = power(scales).repeat_interleave(128, -1).repeat_interleave(128, -2)
     return wide[..., : like.shape[-2], : like.shape[-1]]
-
-
-def in_bf16(weight, scale):
-    """W, the weight that a call with scales is compared with."""
-    return (weight.double() * spread(scale, weight)).bfloat16()
 
 
 def both(kernels, c, weight, scale, bias):
