@@ -382,14 +382,27 @@ def test_e8m0_beyond_the_exact_range(kernels, ahead, way):
     assert not torch.equal(want[:, :256].cpu(), (c.x.double() @ exact[:256].T).bfloat16()), "W was not rounded"
 
 
-@pytest.mark.parametrize("way", ["rows", "sorted", "plan"])
-def test_fp16_and_float32_scales_keep_w_unrounded(kernels, way_of, way):
-    """e8m0 beside fp16 has the bits of the same scales in float32."""
-    way_of(way)
-    args = random_scaled(kernels.device, torch.float16, tokens=20, features=300, out=140, groups=1, rank=3, e8m0=True)
-    x, weight, scale, *rest, bias = args
-    got = kernels.linear(x, weight, *rest, bias, weight_scale=scale)
-    assert_bits(got, kernels.linear(x, weight, *rest, bias, weight_scale=scale.float()))
+def test_fp16_keeps_w_unrounded(kernels):
+    """… beside e8m0 scales, too: y and dx are finite where bf16(448 · 2¹²⁷) would be Inf, and have the bits of float32 scales."""
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled(
+        kernels.device, torch.float16, tokens=20, features=300, out=140, groups=1, rank=3, e8m0=True
+    )
+    weight.view(torch.uint8)[:, :128, 128:256] = 126  # 448
+    x[..., 128:256], grad = 0, torch.randn_like(x[..., :140])
+    grad[..., :128] = 0
+    scale.view(torch.uint8)[:, 0, 1] = 254
+    found = []
+    for s, linear, backward in (
+        (scale, kernels.linear, kernels.linear_backward),
+        (scale.float(), kernels.linear, kernels.linear_backward),
+        (scale, reference.linear, reference.linear_backward),
+    ):
+        y = linear(x, weight, a, b, ids, scalings, bias=bias, weight_scale=s)
+        tail = (ids, scalings, bias, None, None, None, [True] + [False] * 4, s)
+        found.append((y, backward(grad, x, weight, a, b, *tail)[0]))
+        assert y.isfinite().all() and found[-1][1].isfinite().all()
+    for got, want in zip(*found[:2]):
+        assert_bits(got, want)
 
 
 # --- as a PyTorch op ---
