@@ -315,7 +315,7 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
 def dequantizes(p: Problem) -> bool:
     """Whether W of e4m3 with e8m0 scales is made bf16 ahead of the product (`linear`), not in each of its tiles (`scaled`).
 
-    That moves 5 bytes an element more, once; in its tiles W is converted again for every tile of rows.
+    That moves 5 bytes an element, not 1, but once; in its tiles W is converted again for every tile of rows.
     """
     return p.tokens >= DEQUANTIZE_TOKENS
 
