@@ -5,8 +5,9 @@
 
 A row of ours also holds, measured in the same test: `base_us` and `times_base` (the bar is a multiple of it), `apart_us`
 (base, then delta_), `parent_us` (our kernel without LoRA) and `tax` (ours over that). torch's row is its base alone.
-Where the weight is e4m3 (`wo_a_g4_e4m3`) the base is a bf16 product with the dequantised weight; `scaled_mm_us` is
-torch._scaled_mm for each group, x quantised by 128 columns of a token beforehand, or `scaled_mm` says why it does not run.
+Where the weight is e4m3 (`wo_a_g4_e4m3`, `wo_a_g4_e8m0`) the base is a bf16 product with the dequantised weight; `scaled_mm_us` is
+torch._scaled_mm for each group, x quantised by 128 columns of a token and scales in float32 beforehand, or `scaled_mm` says why
+it does not run.
 """
 
 from functools import partial
@@ -61,11 +62,11 @@ def base(t):
 
 
 def quantised(t):
-    """t with x in e4m3 and a scale for each token's 128 columns, as torch._scaled_mm takes them: groups in front."""
+    """t with x in e4m3 and a scale for each token's 128 columns, all scales float32, as torch._scaled_mm takes them: groups in front."""
     x = t["x"].float().transpose(0, 1).unflatten(-1, (-1, 128))
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
     x8 = (x / scale).to(torch.float8_e4m3fn).flatten(-2)
-    return {**t, "x8": x8, "x8_scale": scale[..., 0].mT.contiguous().mT}
+    return {**t, "x8": x8, "x8_scale": scale[..., 0].mT.contiguous().mT, "weight_scale": t["weight_scale"].float()}
 
 
 def scaled_mm(t):

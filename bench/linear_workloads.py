@@ -1,5 +1,5 @@
-"""What is measured of `linear`: base and delta of DeepSeek-V4's `wo_a` (4 and 8 groups a rank; 4 also with the e4m3 weight
-that its checkpoints hold) and of a 4096 → 4096 layer.
+"""What is measured of `linear`: base and delta of DeepSeek-V4's `wo_a` (4 and 8 groups a rank; 4 also with an e4m3 weight,
+beside float32 scales and beside the e8m0 ones that its checkpoints hold) and of a 4096 → 4096 layer.
 
 The floor is max(bytes / 4.3 TB/s, flops / 790 TFLOP/s) as in `workloads`: x, W and the active A and B read once, y written
 once. The bar is PyTorch's base alone, measured beside it: ≤ 1 × at T ≤ 64, above ≤ 1.04 × (r 16) and 1.10 × (r 64).
@@ -19,10 +19,14 @@ from .workloads import FLOPS_PER_US, HBM_BYTES_PER_US, Workload
 
 @dataclass(frozen=True)
 class LinearWorkload(Workload):
-    """A `Workload` ("plain" or "grouped") with the base weight [N, D] or [G, N, D]. scaled: it is e4m3 with a float32 scale
+    """A `Workload` ("plain" or "grouped") with the base weight [N, D] or [G, N, D]. scale: it is e4m3 with a scale of that dtype
     for every block of 128 × 128; PyTorch multiplies by `base_weight`, the same in x's dtype."""
 
-    scaled: bool = False
+    scale: torch.dtype | None = None
+
+    @property
+    def scaled(self) -> bool:
+        return self.scale is not None
 
     def tiny(self) -> LinearWorkload:
         active = None if self.active is None else min(self.active, 3)
@@ -50,6 +54,7 @@ class LinearWorkload(Workload):
             "layout": self.layout,
             "dtype": str(self.dtype).removeprefix("torch."),
             "weight": "float8_e4m3fn" if self.scaled else str(self.dtype).removeprefix("torch."),
+            **({"weight_scale": str(self.scale).removeprefix("torch.")} if self.scaled else {}),
             "floor_us": floor_us(self),
             "bar_us": None,
             "best_peer": None,
@@ -79,8 +84,12 @@ def _linear(family: str, **shape) -> list[LinearWorkload]:
 
 
 SCALED = [
-    LinearWorkload(f"wo_a_g4_e4m3-r16-S8-T{tokens}", tokens, rank=16, slots=8, D=4096, G=4, N=1024, layout="grouped", scaled=True)
-    for tokens in (1, 64, 1024, 8192)
+    LinearWorkload(f"{family}-r16-S8-T{tokens}", tokens, rank=16, slots=8, D=4096, G=4, N=1024, layout="grouped", scale=scale)
+    for family, scale, counts in (
+        ("wo_a_g4_e4m3", torch.float32, (1, 64, 1024, 8192)),
+        ("wo_a_g4_e8m0", torch.float8_e8m0fnu, (1, 8, 64, 256, 1024, 8192)),
+    )
+    for tokens in counts
 ]
 LINEAR = [
     *_linear("wo_a_g4", G=4, N=1024, layout="grouped"),
@@ -111,11 +120,12 @@ def with_weight(w: LinearWorkload, made: dict[str, Tensor], seed: int, integers:
         weight = torch.randint(-3, 4, w.weight_shape, device=device, generator=generator).to(w.dtype)
     else:
         weight = torch.randn(w.weight_shape, device=device, dtype=w.dtype, generator=generator).mul_(w.D**-0.5)
-    return {**made, **(with_scales(weight, integers) if w.scaled else {"weight": weight})}
+    return {**made, **(with_scales(weight, integers, w.scale) if w.scaled else {"weight": weight})}
 
 
-def with_scales(weight: Tensor, integers: bool) -> dict[str, Tensor]:
-    """weight in e4m3, each block as large as fits (integers: as it is), its scale, and what both say, rounded to weight's dtype."""
+def with_scales(weight: Tensor, integers: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """weight in e4m3, each block as large as fits (integers: as it is), its scale (e8m0: the smallest power of two with which it
+    fits), and what both say, rounded to weight's dtype."""
     blocks = [*weight.shape[:-2], *[-(-size // 128) for size in weight.shape[-2:]]]
     if integers:
         scale = 2.0 ** (torch.arange(math.prod(blocks), device=weight.device) % 3 - 1).view(blocks).float()
@@ -123,9 +133,12 @@ def with_scales(weight: Tensor, integers: bool) -> dict[str, Tensor]:
     else:
         largest = torch.nn.functional.max_pool2d(weight.float().abs().flatten(0, -3), 128, ceil_mode=True)
         scale = (largest / 448).view(blocks)
+        if dtype != torch.float32:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
         small = weight.float() / spread(scale, weight)
     small = small.to(torch.float8_e4m3fn)
-    return {"weight": small, "weight_scale": scale, "base_weight": (small.float() * spread(scale, weight)).to(weight.dtype)}
+    base_weight = (small.float() * spread(scale, weight)).to(weight.dtype)
+    return {"weight": small, "weight_scale": scale.to(dtype), "base_weight": base_weight}
 
 
 def spread(scale: Tensor, weight: Tensor) -> Tensor:

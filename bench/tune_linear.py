@@ -115,7 +115,9 @@ def tuned(w, device, timer, rounds: int, tiny: bool) -> dict:
     right = exact(w, shared, integers)
     count = measure.sets_for(workloads.bytes_per_set(w), most=2 if tiny else 8)
     sets = [workloads.random_set(w, device, seed) for seed in range(count)]
-    choices = (scaled_candidates if w.scaled else candidates)(problem_of(w, device))
+    problem = problem_of(w, device)
+    in_tiles = w.scaled and (w.scale == torch.float32 or not launch_linear.dequantizes(problem))
+    choices = (scaled_candidates if in_tiles else candidates)(problem)
     for label, config in choices.items():
         use(config)
         try:

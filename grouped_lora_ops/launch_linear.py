@@ -21,6 +21,7 @@ STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 STREAM_COLUMNS = 64  # of its widest blocks
 STREAM_CONVERTED = {32: 4, 64: 2}  # its stages of an e4m3 weight in bf16, by columns; two groups of warps take turns at them
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
+DEQUANTIZE_TOKENS = 129  # from here on a weight with e8m0 scales is made bf16 by a kernel of its own, ahead of the product
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
 KB = 1024
 STREAM_FIXED = 4 * KB  # a block's shared memory beside `stream_bytes`, and what the system takes
@@ -326,6 +327,14 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
     block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
     config = scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
     return _with_stream(p, config, transposed, fp16, True)
+
+
+def dequantizes(p: Problem) -> bool:
+    """Whether W of e4m3 with e8m0 scales is made bf16 ahead of the product (`linear`), not in each of its tiles (`scaled`).
+
+    That moves 5 bytes an element, not 1, but once; in its tiles W is converted again for every tile of rows.
+    """
+    return p.tokens >= DEQUANTIZE_TOKENS
 
 
 def _programs(p: Problem, block_m: int, block_n: int) -> int:

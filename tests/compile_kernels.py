@@ -99,6 +99,8 @@ def compiled(job, capability: int) -> dict:
         "narrow": len(re.findall(r"ld\.global[.a-z0-9:]*\.b16", ptx)) + ptx.count("cp.async.ca.shared.global"),
         "before wait": len(re.findall(r"\b(?:ld|st|atom|red)\.global|cp\.async", ptx.split("griddepcontrol.wait")[0])),
         "k widths": sorted(set(re.findall(r"kWidth = (\d+)", result.asm["ttgir"]))),
+        "scales": signature.get("scales"),
+        "wide stores": len(re.findall(r"st\.global[.a-z0-9:]*\.v4\.b32", ptx)),
         "narrow stores": len(re.findall(r"st\.global[.a-z0-9:]*\.b16", ptx)),
         **options,
     }

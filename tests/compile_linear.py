@@ -14,6 +14,7 @@ import torch
 from compile_kernels import compiled, jobs, record
 
 from grouped_lora_ops import launch, launch_linear
+from grouped_lora_ops.launch_linear import has_e4m3
 from grouped_lora_ops.ops import common
 
 # dtype, T, L, r, ranks given, out_sizes: streams, rows as they come or in the plan's order, tiles of a slot, one slot
@@ -41,6 +42,16 @@ SCALED = [
     (torch.float16, 8192, 1, 64, True, None),
     (torch.bfloat16, 8192, 1, 16, True, None),
 ]
+# the same beside e8m0 scales: tiles that lie in one row of blocks and that do not; more rows have W in bf16
+ROUNDED = [
+    (torch.bfloat16, 8, 8, 16, True, None),
+    (torch.bfloat16, 100, 64, 16, True, [2048, 256, 200]),
+    (torch.bfloat16, 64, 8, 64, True, [2048, 136, 200]),
+    (torch.bfloat16, 128, 1, 64, True, None),
+    (torch.bfloat16, 100, 8, 16, True, [100, 30, 200]),
+]
+# W itself: shape, storage
+DEQUANTIZED = [((4, 1024, 4096), "dense"), ((4, 1024, 4096), "transposed"), ((1, 200, 1000), "dense"), ((2, 136, 80), "transposed")]
 # scaling · h split for csrc/linear.cu: chunks, rows, groups, r, ids' dtype, with scalings (without: the gradient of x)
 HALVES = [
     (4, 8192, 4, 64, torch.int32, True),
@@ -55,7 +66,7 @@ BACKWARD = 4  # of so many also the gradient of x
 
 def main(arch: str, sms: int, how: str) -> None:
     common.INTERPRETER = (arch, sms)
-    for name in ("shrink", "plan"):
+    for name in ("shrink", "plan", "dequantize"):
         importlib.import_module(f"grouped_lora_ops.kernels.{name}").launch = lambda *args, **kw: None
     importlib.import_module("grouped_lora_ops.kernels.linear").launch = record
     ops = importlib.import_module("grouped_lora_ops.ops.linear")
@@ -63,6 +74,9 @@ def main(arch: str, sms: int, how: str) -> None:
     for cases, scaled in zip(every, (False, True)):
         backward = () if how == "quick" else (1,) if scaled and how == "all" else range(BACKWARD)
         record_cases(ops, cases, scaled, backward)
+    rounded = {"quick": ROUNDED[:QUICK], "all": ROUNDED[:3], "thorough": ROUNDED}[how]
+    record_cases(ops, rounded, True, (), torch.float8_e8m0fnu)
+    record_dequantized(has_e4m3(arch))
     if arch == "sm_90":
         record_halves()
     with ThreadPoolExecutor(2) as pool:
@@ -70,7 +84,7 @@ def main(arch: str, sms: int, how: str) -> None:
             print(json.dumps(line), flush=True)
 
 
-def record_cases(ops, cases: list, scaled: bool, backward) -> None:
+def record_cases(ops, cases: list, scaled: bool, backward, scales=torch.float32) -> None:
     for i, (dtype, tokens, slots, rank, ranks, sizes) in enumerate(cases):
         groups, features, out = (len(sizes) if sizes else 4), 4096, (sum(sizes),) if sizes else (4, 1024)
         x = torch.empty((tokens, features) if sizes else (tokens, groups, features), dtype=dtype)
@@ -80,10 +94,20 @@ def record_cases(ops, cases: list, scaled: bool, backward) -> None:
         ranks = torch.full((slots,), rank, dtype=torch.int32) if ranks else None
         scale = None
         if scaled:
-            weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(*out[:-1], -(-out[-1] // 128), features // 128)
+            weight, scale = weight.to(torch.float8_e4m3fn), torch.empty(*out[:-1], -(-out[-1] // 128), features // 128).to(scales)
         ops._cuda(x, weight, a, b, ids, scalings, None, sizes, ranks, None, scale)
         if i in backward:
             ops._backward_cuda(y, x, weight, a, b, ids, scalings, None, sizes, ranks, None, [True] + [False] * 4, scale)
+
+
+def record_dequantized(typed: bool) -> None:
+    kernels = importlib.import_module("grouped_lora_ops.kernels.dequantize")
+    kernels.launch = record
+    for (groups, rows, columns), storage in DEQUANTIZED:
+        dtype = torch.float8_e4m3fn if typed else torch.uint8
+        weight = torch.empty(groups, columns, rows, dtype=dtype).mT if storage == "transposed" else torch.empty(groups, rows, columns, dtype=dtype)
+        scales = torch.empty(groups, -(-rows // 128), -(-columns // 128), dtype=torch.uint8)
+        kernels.dequantize("linear", weight, scales, torch.empty(groups, rows, columns, dtype=torch.bfloat16))
 
 
 def record_halves() -> None:

@@ -158,6 +158,6 @@ def install(monkeypatch, way: str) -> FakeGpu:
     monkeypatch.setattr(driver, "library", lambda: gpu)
     monkeypatch.setattr(driver, "stream_of", lambda device: STREAM)
     experts = [f"expert_{stem}" for stem in ("plan", "shrink", "expand", "delta", "linear", "gate_up", "rows", "wgrad")]
-    for stem in ("shrink", "expand", "delta", "plan", "linear", "wgrad", *experts):
+    for stem in ("shrink", "expand", "delta", "plan", "linear", "wgrad", "dequantize", *experts):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", gpu.triton)
     return gpu

@@ -155,6 +155,17 @@ def spread(scale, weight):
     return wide[..., : weight.shape[-2], : weight.shape[-1]]
 
 
+def in_bf16(weight, scale):
+    """W of e8m0 scales beside bf16: the weight that such a call is compared with."""
+    return (weight.double() * spread(scale, weight)).bfloat16()
+
+
+def e4m3_like(t):
+    """t, a view of a larger buffer or dense, in e4m3: its strides and what lies between its elements too."""
+    whole = (t if t._base is None else t._base).to(torch.float8_e4m3fn)
+    return whole.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
 def scaled_case(form="wo_a", dtype=torch.bfloat16, e8m0=False, **kw):
     """(case, e4m3 weight, scale, bias): integers that e4m3 holds, and powers of two."""
     c, weight, bias = case(form, dtype, **kw)
@@ -164,14 +175,17 @@ def scaled_case(form="wo_a", dtype=torch.bfloat16, e8m0=False, **kw):
     return c, weight.to(torch.float8_e4m3fn), scale.to(weight.device), bias
 
 
-def random_scaled(device, dtype=torch.bfloat16, tokens=40, features=300, out=200, integers=False, **kw):
-    """`random_case` with an e4m3 weight and scales that are no powers of two. integers: x and weight, and a delta of 0."""
+def random_scaled(device, dtype=torch.bfloat16, tokens=40, features=300, out=200, integers=False, e8m0=False, **kw):
+    """`random_case` with an e4m3 weight and scales that are no powers of two (e8m0: that are). integers: x and weight, and a
+    delta of 0."""
     x, weight, a, b, ids, scalings, bias = random_case(device, dtype, tokens, features=features, out=out, **kw)
     g = torch.Generator().manual_seed(3)
     if integers:
         x, weight = (x * 4).round(), (weight * 4).round()
         b = b * 0
     scale = torch.rand(blocks_of(weight), generator=g).add_(0.1).to(device)
+    if e8m0:
+        scale = torch.randint(120, 132, blocks_of(weight), generator=g).to(device, torch.uint8).view(torch.float8_e8m0fnu)
     return x, weight.to(torch.float8_e4m3fn), scale, a, b, ids, scalings, bias
 
 

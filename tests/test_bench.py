@@ -26,6 +26,7 @@ from bench import (  # noqa: E402
     results,
     workloads,
 )
+from grouped_lora_ops import reference  # noqa: E402
 from grouped_lora_ops.report import runs as result_files  # noqa: E402
 
 # name: floor and bar as the tables print them
@@ -208,6 +209,30 @@ def test_the_tax_is_measured_wherever_so_many_adapters_can_occur():
     names = {w.name for w in linear_workloads.TAX}
     assert len(names) == len(linear_workloads.TAX) == 2 * 6 * (2 + 3 + 4 + 4 + 4)
     assert all(workloads.batch(w).adapters == w.active for w in linear_workloads.TAX)
+
+
+def test_an_e8m0_scale_is_the_smallest_that_fits():
+    weight = torch.randn(2, 130, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[0, :128, :128].clamp_(-1.75, 1.75)[0, 0] = 1.75  # 448 · 2⁻⁸
+    made = linear_workloads.with_scales(weight, False, torch.float8_e8m0fnu)
+    small, scale, whole = made["weight"], made["weight_scale"], made["base_weight"]
+    assert small.dtype == torch.float8_e4m3fn and scale.dtype == torch.float8_e8m0fnu and scale.shape == (2, 2, 2)
+    assert scale[0, 0, 0].float() == 2.0**-8
+    wide = linear_workloads.spread(scale.float(), weight)
+    assert torch.equal(whole.float(), small.float() * wide)
+    assert ((whole.float() - weight.float()).abs() <= weight.float().abs() / 16 + wide * 2.0**-10).all()
+    blocks = torch.nn.functional.max_pool2d(weight.float().abs(), 128, ceil_mode=True) / scale.float()
+    assert (blocks > 224).all() and (blocks <= 448).all()
+
+
+def test_e8m0_is_measured_as_it_is_multiplied():
+    (w,) = (w for w in linear_workloads.SCALED if w.name == "wo_a_g4_e8m0-r16-S8-T256")
+    t = linear_workloads.random_set(w.tiny(), torch.device("cpu"), 0)
+    assert t["weight_scale"].dtype == torch.float8_e8m0fnu and w.facts("linear")["weight_scale"] == "float8_e8m0fnu"
+    x, a, b = t["x"], t["lora_a"], t["lora_b"]
+    ids, scalings = torch.full((x.shape[0],), -1), torch.ones(3)
+    y = reference.linear(x, t["weight"], a, b, ids, scalings, weight_scale=t["weight_scale"])
+    assert torch.equal(y, reference.linear(x, t["base_weight"], a, b, ids, scalings))
 
 
 @pytest.mark.parametrize("broken", ["linear", "delta_"])

@@ -513,16 +513,22 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     every = [json.loads(line) for line in run.stdout.splitlines()]
-    shrinks, halves = ([k for k in every if k["kernel"] == kernel] for kernel in ("shrink_kernel", "halves_kernel"))
-    lines = [k for k in every if k not in shrinks and k not in halves]
-    assert len(lines) >= {"quick": 4, "all": 17, "thorough": 24}[how]
+    others = ("shrink_kernel", "halves_kernel", "dequantize_kernel")
+    shrinks, halves, dequantized = ([k for k in every if k["kernel"] == kernel] for kernel in others)
+    lines = [k for k in every if k["kernel"] not in others]
+    assert len(lines) >= {"quick": 6, "all": 20, "thorough": 29}[how]
     assert len(halves) == len(shrinks) == (4 if arch == "sm_90" else 0)
     for k in shrinks:
         assert k["constants"]["HALVES"] and k["stack"] == 0 and k["narrow stores"] == 0 and k["wide"] > 0, k
     for k in halves:  # 4 warps; nothing of the kernel ahead is touched before it has ended
         assert k["stack"] == 0 and k["registers"] <= 64 and k["launch_pdl"] and k["before wait"] == 0, k
         assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k
+    assert len(dequantized) == 4
+    for k in dequantized:
+        assert k["stack"] == 0 and k["registers"] <= (64 if arch == "sm_90" else 128), k
+        assert k["wide stores"] > 0 and k["narrow stores"] == 0 and k["narrow"] == 0, k
     assert any(k["constants"]["ONE_SCALE"] for k in lines)
+    assert how == "quick" or {k["constants"]["ONE_SCALE"] for k in lines if k["scales"] == "*u8"} == {False, True}
     newer = tuple(map(int, pytest.importorskip("triton").__version__.split(".")[:2])) >= (3, 9)
     spills = SPILLS_FROM_TRITON_3_9 if newer and arch == "sm_90" else {}
     for k in lines:
@@ -533,4 +539,5 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
         assert k["wide"] > 0 and k["narrow stores"] == 0 and k["narrow"] <= (12 + slack) * k["constants"]["R_BLOCKS"], k
         assert k["launch_pdl"] == (arch != "sm_80"), k
         # an mma that takes columns in another order than a wgmma would give a row other bits in a tile of another height
-        assert k["dtype"] == "*fp32" or arch == "sm_80" or k["k widths"] in ([], ["2"]), k
+        free = k["dtype"] == "*fp32" or (arch == "sm_80" and k["scales"] != "*u8")  # e8m0: W has the order of a weight in bf16 everywhere
+        assert free or k["k widths"] in ([], ["2"]), k

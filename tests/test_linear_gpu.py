@@ -12,6 +12,7 @@ from linear_cases import (
     case,
     check,
     check_scaled,
+    in_bf16,
     random_case,
     random_scaled,
     scaled_case,
@@ -317,6 +318,119 @@ def test_scaled_replays_follow_the_weight_its_scales_and_ids(tokens):
         weight.view(torch.uint8).bitwise_xor_(128)
         graph.replay()
         assert_bits(y.clone(), step())
+
+
+# --- e8m0 scales beside bf16: y and dx have the bits of W in bf16 ---
+
+
+@pytest.mark.parametrize("rank, slots", [(16, 5), (64, 1), (200, 5)])
+def test_e8m0_rows_have_the_bits_of_the_weight_in_bf16(rank, slots):
+    """A row alone, in T = 16 … 5000 (converted by tiles of 16 to 128 rows, or ahead), in another order: those of W, forward and dx."""
+    linear = torch.ops.grouped_lora.linear
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled(
+        "cuda", torch.bfloat16, 5000, 2048, 512, slots=slots, groups=4, rank=rank, e8m0=True
+    )
+    grad = torch.randn_like(x[..., :512])
+    columns = weight.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def run(rows, w, s):
+        leaf = x[rows].requires_grad_()
+        y = linear(leaf, w, a, b, ids[rows], scalings, bias, None, None, None, s)
+        return y.detach(), torch.autograd.grad(y, leaf, grad[rows])[0]
+
+    want = run(slice(None), in_bf16(weight, scale), None)
+    parts = [slice(0, tokens) for tokens in (1, 16, 64, 65, 128, 129, 300, 5000)]
+    for rows in [*parts, slice(299, 300), slice(4999, 5000), slice(4000, 4200), torch.randperm(5000, device="cuda")]:
+        for w in (weight, columns):
+            for got, whole in zip(run(rows, w, scale), want):
+                assert_bits(got, whole[rows], f"rows {rows}")
+    parent = linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias, None, None, None, scale)
+    for rows in parts:
+        zero = linear(x[rows], weight, a, b * 0, ids[rows], scalings, bias, None, None, None, scale)
+        assert_bits(zero, parent[rows], f"zero adapters, rows {rows}")
+
+
+def test_every_way_to_make_w_gives_the_same_bits(monkeypatch):
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled("cuda", torch.bfloat16, 300, 1000, 500, slots=3, rank=48, e8m0=True)
+    columns = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    args = (a, b, ids, scalings, bias, None, None, None)
+    want = torch.ops.grouped_lora.linear(x, in_bf16(weight, scale), *args)
+    choices = {
+        **SCALED_WAYS,
+        "default": launch_linear.scaled,
+        "tall": lambda p: scaled_with(p, launch.PLAN, 128, block_n=128, num_warps=8),
+        "tall rows": lambda p: scaled_with(p, ROWS, 128, block_n=64, num_warps=8),
+        "stream": lambda p: scaled_with(p, ROWS, 16, block_n=32, num_stages=12, prefetch=True),
+        "ahead": None,
+    }
+    for name, choose in choices.items():
+        monkeypatch.setattr(launch_linear, "dequantizes", lambda p, ahead=choose is None: ahead)
+        if choose is not None:
+            monkeypatch.setattr(launch_linear, "scaled", lambda p, *_, choose=choose: choose(p))
+        common.configured.cache_clear()
+        prepared.forget()
+        for w in (weight, columns):
+            assert_bits(torch.ops.grouped_lora.linear(x, w, *args, scale), want, name)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 128, 129, 300])
+def test_e8m0_replays_follow_the_weight_its_scales_and_ids(tokens):
+    """… forward and dx."""
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled("cuda", torch.bfloat16, tokens, 1024, 256, slots=6, groups=4, e8m0=True)
+    grad = torch.randn_like(x[..., :256])
+
+    def step(w, s):
+        y = torch.ops.grouped_lora.linear(x, w, a, b, ids, scalings, bias, None, None, None, s)
+        tail = (ids, scalings, bias, None, None, None, [True] + [False] * 4, s)
+        return y, torch.ops.grouped_lora.linear_backward(grad, x, w, a, b, *tail)[0]
+
+    step(weight, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(weight, scale)
+    for other in (ids.flip(0), torch.full_like(ids, -1), torch.full_like(ids, 5)):
+        ids.copy_(other)
+        scale.view(torch.uint8).add_(1)
+        weight.view(torch.uint8).bitwise_xor_(128)
+        for _ in range(3):
+            graph.replay()
+        for got, want in zip(found, step(in_bf16(weight, scale), None)):
+            assert_bits(got.clone(), want)
+
+
+def test_an_e4m3_weight_beyond_2_to_the_31_elements():
+    """Its last row begins 2³¹ elements in: converted in tiles (3 rows) and ahead (200), and for dx."""
+    for tokens in (3, 200):
+        x, weight, scale, a, b, ids, scalings, bias = random_scaled("cuda", tokens=tokens, features=256, out=256, groups=1, e8m0=True)
+        step = -(-(2**31) // 255) // 16 * 16 + 16
+        far = torch.empty_strided(weight.shape, (256 * step, step, 1), dtype=torch.uint8, device="cuda").view(weight.dtype).copy_(weight)
+        needs = (ids, scalings, bias, None, None, None, [True] + [False] * 4, scale)
+        grad = torch.randn_like(x)
+        near, other = (
+            (
+                torch.ops.grouped_lora.linear(x, w, a, b, ids, scalings, bias, None, None, None, scale),
+                torch.ops.grouped_lora.linear_backward(grad, x, w, a, b, *needs)[0],
+            )
+            for w in (weight, far)
+        )
+        for got, want in zip(other, near):
+            assert_bits(got, want, str(tokens))
+        del far
+
+
+def test_w_of_more_than_2_to_the_31_elements():
+    """Five groups that share a weight of 2²⁹ elements."""
+    from grouped_lora_ops.kernels.dequantize import dequantize
+
+    weight = torch.randint(0, 120, (1, 32768, 16384), dtype=torch.uint8, device="cuda")
+    scales = torch.randint(100, 150, (1, 256, 128), dtype=torch.uint8, device="cuda")
+    out = torch.full((5, 32768, 16384), 3.0, dtype=torch.bfloat16, device="cuda")
+    dequantize("linear", weight.view(torch.float8_e4m3fn).expand(5, -1, -1), scales.expand(5, -1, -1), out)
+    for rows in (slice(0, 256), slice(32768 - 256, 32768)):
+        of = scales[0, rows.start // 128 : rows.stop // 128].view(torch.float8_e8m0fnu)
+        assert_bits(out[4, rows], in_bf16(weight[0, rows].view(torch.float8_e4m3fn), of), str(rows))
+    for group in range(4):
+        assert torch.equal(out[group].view(torch.int16), out[4].view(torch.int16))
 
 
 def test_scaled_never_waits_for_the_device():

@@ -1,5 +1,5 @@
 """`linear` with an e4m3 weight and a scale for every block of 128 × 128: exactly, in one order of sums, and against float64;
-see also test_linear_gpu.py."""
+with e8m0 scales beside bf16 as with W in bf16. See also test_linear_gpu.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from linear_cases import (
     arguments,
     blocks_of,
     check_scaled,
+    e4m3_like,
+    in_bf16,
     random_scaled,
     scaled_case,
     spread,
@@ -28,8 +30,12 @@ from linear_cases import (
 
 import grouped_lora_ops as gl
 from grouped_lora_ops import launch, launch_linear, reference
+from grouped_lora_ops.kernels import dequantize as dequantize_module
+from grouped_lora_ops.kernels.dequantize import dequantize
 from grouped_lora_ops.kernels.scaled import from_e4m3, scale_value
 from grouped_lora_ops.launch_linear import ROWS
+from grouped_lora_ops.ops import common, prepared
+from grouped_lora_ops.reference.linear import dequantized as from_reference
 
 thorough = pytest.mark.thorough
 DTYPES = (torch.bfloat16, torch.float16)
@@ -40,6 +46,22 @@ FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 def way_of(monkeypatch):
     """way_of("plan"): every product with an e4m3 weight is tiled so from here on."""
     return tiling(monkeypatch, "scaled", SCALED_WAYS)
+
+
+# float32 scales; e8m0 beside bf16, W converted in the product's tiles or ahead of it
+KINDS = ("float32", "in tiles", "ahead")
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """ahead("in tiles"): no forward makes W in bf16 from here on, however many rows it has; ahead("ahead"): every one does."""
+
+    def apply(kind: str):
+        common.configured.cache_clear()
+        prepared.forget()
+        monkeypatch.setattr(launch_linear, "dequantizes", lambda p: kind == "ahead")
+
+    return apply
 
 
 def check_dx(kernels, c, weight, scale, bias):
@@ -87,12 +109,7 @@ def test_slices_lie_in_blocks_of_the_whole_weight(kernels, sizes):
 def test_layouts(kernels, layout):
     """weight and its scales where they lie; what is between their elements is NaN."""
     c, weight, scale, bias = scaled_case("wo_a", tokens=3, features=160, out=32, layout={"x": layout}, device=kernels.device)
-    weight = place(weight.float(), layout, kernels.device)
-    strange = torch.empty_strided(weight.shape, weight.stride(), dtype=FP8, device=kernels.device)
-    if layout != "transposed":  # a view of a larger buffer, as it is
-        whole = weight._base.to(FP8)
-        strange = whole.as_strided(weight.shape, weight.stride(), weight.storage_offset())
-    weight = strange.copy_(weight)
+    weight = e4m3_like(place(weight.float(), layout, kernels.device))
     check_scaled(kernels, c, weight, place(scale, layout, kernels.device), bias, layout)
     check_dx(kernels, c, weight, place(scale, layout, kernels.device), bias)
 
@@ -165,9 +182,11 @@ def test_error(kernels, dtype):
     assert (error - unit * exact.abs()).max() < 0.1 * ((other.double() - exact).abs() - unit * exact.abs()).max()
 
 
-def test_zero_adapters_change_nothing(kernels):
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_adapters_change_nothing(kernels, ahead, kind):
+    ahead(kind)
     x, weight, scale, a, b, ids, scalings, bias = random_scaled(
-        kernels.device, tokens=8, features=140, out=40, rank=3, integers=True
+        kernels.device, tokens=8, features=140, out=40, rank=3, integers=True, e8m0=kind != "float32"
     )
     kw = dict(weight_scale=scale)
     parent = kernels.linear(x, weight, a[:, :0], b[..., :0], ids, scalings, bias, **kw)
@@ -180,25 +199,210 @@ def test_zero_adapters_change_nothing(kernels):
 
 
 @pytest.mark.parametrize("sizes", [dict(rank=0), dict(features=0), dict(out=0), dict(tokens=0), dict(groups=0)], ids=str)
-def test_empty_sizes(kernels, sizes):
-    c, weight, scale, bias = scaled_case("wo_a", device=kernels.device, poison=False, **{"features": 40, "out": 20, **sizes})
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_sizes(kernels, ahead, sizes, kind):
+    ahead(kind)
+    sizes = {"features": 40, "out": 20, **sizes}
+    c, weight, scale, bias = scaled_case("wo_a", e8m0=kind != "float32", device=kernels.device, poison=False, **sizes)
     check_scaled(kernels, c, weight, scale, bias)
     check_dx(kernels, c, weight, scale, bias)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU the interpreter stands in for one")
-@pytest.mark.parametrize("e8m0", [False, True])
-def test_a_repeated_call_reads_its_own_weight_and_scales(monkeypatch, e8m0):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_repeated_call_reads_its_own_weight_and_scales(monkeypatch, ahead, kind):
+    """… forward, and the gradient of x."""
     gpu = fake_gpu.install(monkeypatch, "ctypes")
-    run = importlib.import_module("grouped_lora_ops.ops.linear")._cuda
+    ahead(kind)
+    ops = importlib.import_module("grouped_lora_ops.ops.linear")
+    launches = 0
     for seed in (0, 1):
-        c, weight, scale, bias = scaled_case("plain", e8m0=e8m0, tokens=5, features=140, seed=seed)
+        c, weight, scale, bias = scaled_case("plain", e8m0=kind != "float32", tokens=5, features=140, seed=seed)
+        c.grad_y.clamp_(-4, 4)
         if seed:
             weight, scale = (-weight.float()).to(FP8), (2 * scale.float()).to(scale.dtype)
-        want = want_linear(c, weight.double() * spread(scale, weight), bias)
-        assert_equal(run(*arguments(c, weight, bias), scale), want)
-        assert len(gpu.launches) == 2 * seed
-    assert len(run.table) == 1
+        exact = weight.double() * spread(scale, weight)
+        assert_equal(ops._cuda(*arguments(c, weight, bias), scale), want_linear(c, exact, bias))
+        launches += seed * (2 + (kind == "ahead"))
+        assert len(gpu.launches) == launches
+        tail = (c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, [True] + [False] * 4, scale)
+        assert_equal(ops._backward_cuda(c.grad_y, c.x, weight, c.a, c.b, *tail)[0], want_grads(c, exact, bias)[0])
+        launches += seed * (2 + (kind != "float32"))
+        assert len(gpu.launches) == launches
+    assert len(ops._cuda.table) == len(ops._backward_cuda.table) == 1
+
+
+# --- e8m0 scales beside bf16: W is bf16(weight · scale) ---
+
+
+def every_value(weight, scale):
+    """bf16(weight · scale) by float64: the nearest multiple of a unit of 8 bits, ties to even; no unit below 2⁻¹³³."""
+    exact = weight.double() * scale
+    unit = (torch.floor(torch.log2(exact.abs())).clamp(min=-126) - 7).exp2()
+    nearest = torch.where(exact == 0, exact, torch.round(exact / unit) * unit)
+    nearest = torch.where(nearest.abs() < 2.0**128, nearest, nearest.sign() * float("inf"))
+    got = nearest.to(torch.bfloat16)
+    assert torch.equal(got[~got.isnan()].double(), nearest[~got.isnan()])
+    return got
+
+
+def power(scale):
+    """e8m0's bytes, float64."""
+    return torch.where(scale == 255, NAN, (scale.double() - 127).exp2())
+
+
+def written(weight, scales):
+    """What `dequantize` writes, and nothing behind it."""
+    room = torch.full((weight.numel() + 256,), 3.0, device=weight.device, dtype=torch.bfloat16)
+    out = room[: weight.numel()].view(weight.shape)
+    dequantize("linear", weight, scales, out)
+    assert (room[weight.numel() :] == 3).all()
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_byte_times_every_scale(kernels):
+    every = torch.arange(256, dtype=torch.uint8, device=kernels.device)
+    weight, scales = every.view(1, 2, 128).expand(256, -1, -1), every.view(256, 1, 1)
+    values = weight.view(FP8).cpu()
+    want = every_value(values, power(scales).cpu())
+    torch_s = (values.float() * scales.view(E8M0).float().cpu()).bfloat16()
+    same_or_nan(torch_s, want, 256 + 2 * 255)
+    same_or_nan(from_reference(values, scales.view(E8M0).cpu()), want, 256 + 2 * 255)
+    for given in (weight, weight.view(FP8)):
+        if given.dtype == torch.uint8 or kernels.device == "cuda":
+            same_or_nan(written(given, scales).cpu(), want, 256 + 2 * 255)
+    exact = values.double() * power(scales).cpu()
+    plain = (scales.cpu() >= 127 - 117) & (scales.cpu() <= 127 + 119) & ~exact.isnan()
+    assert torch.equal(want[plain].double(), exact[plain])
+
+
+SHAPES = [(1, 128, 128), (2, 256, 384), (3, 130, 200), (1, 257, 48), (2, 1, 1), (1, 60, 127), (1, 64, 1000)]
+
+
+@pytest.mark.parametrize("layout", ["dense", "slice", "odd", "rows", "transposed", "scattered"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dequantize_layouts(kernels, shape, layout):
+    """weight and scales of any strides, all of W and nothing else; NaN lies between the elements."""
+    g = torch.Generator().manual_seed(2)
+    values = (torch.randn(shape, generator=g) * 30).to(FP8)
+    scales = torch.randint(100, 150, blocks_of(values), generator=g)
+    weight = e4m3_like(place(values.float(), layout, kernels.device))
+    weight = weight if kernels.device == "cuda" else weight.view(torch.uint8)
+    placed = place(scales.float(), layout, kernels.device)
+    whole = torch.where((placed if placed._base is None else placed._base).isnan(), 255.0, placed if placed._base is None else placed._base)
+    placed = whole.to(torch.uint8).as_strided(placed.shape, placed.stride(), placed.storage_offset())
+    want = (values.double() * spread_power(scales, values)).bfloat16()
+    assert_bits(written(weight, placed).cpu(), want)
+    shared = written(weight[:1].expand(3, -1, -1), placed[:1].expand(3, -1, -1)).cpu()  # groups of stride 0
+    assert_bits(shared, want[:1].expand(3, -1, -1))
+
+
+def spread_power(scales, like):
+    wide = power(scales).repeat_interleave(128, -1).repeat_interleave(128, -2)
+    return wide[..., : like.shape[-2], : like.shape[-1]]
+
+
+def both(kernels, c, weight, scale, bias):
+    """(y, dx) of the call with scales and of that with W."""
+    needs = (c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, [True] + [False] * 4)
+    found = []
+    for w, s in ((weight, scale), (in_bf16(weight, scale), None)):
+        y = kernels.linear(*arguments(c, w, bias), s)
+        found.append((y, kernels.linear_backward(c.grad_y, c.x, w, c.a, c.b, *needs, s)[0]))
+    return zip(*found)
+
+
+@pytest.mark.parametrize("way", ["in tiles", "ahead"])
+@pytest.mark.parametrize("form", ["plain", "wo_a", "shared input", "slices", "slices of grouped x", "slices of one h"])
+def test_e8m0_has_the_bits_of_the_weight_in_bf16(kernels, monkeypatch, ahead, form, way):
+    """y and dx, of numbers whose sums are not exact; on a CPU, where a product's bits are those of its tile, by the same tiles."""
+    ahead(way)
+    if kernels.device == "cpu" and way == "in tiles":
+        monkeypatch.setattr(launch_linear, "linear", launch_linear.scaled)
+    seen = dequantize_launches(monkeypatch)
+    c, weight, scale, bias = scaled_case(form, e8m0=True, tokens=9, features=300, out=140, rank=3, ranks=True, device=kernels.device)
+    g = torch.Generator().manual_seed(4)
+    for t in (c.x, c.grad_y):
+        t.copy_(torch.randn(t.shape, generator=g).to(t))
+    weight = torch.randn(weight.shape, generator=g).to(weight.device, FP8)
+    scale = torch.randint(118, 136, scale.shape, generator=g).to(scale.device, torch.uint8).view(E8M0)
+    for name, (got, want) in zip(("y", "dx"), both(kernels, c, weight, scale, bias)):
+        assert_bits(got, want, name)
+    assert len(seen) == (2 if way == "ahead" else 1)  # dx always has W whole
+
+
+def dequantize_launches(monkeypatch) -> list:
+    seen, launch_it = [], dequantize_module.launch
+
+    def counted(*args):
+        seen.append(args)
+        return launch_it(*args)
+
+    monkeypatch.setattr(dequantize_module, "launch", counted)
+    return seen
+
+
+@pytest.mark.parametrize("tokens", [launch_linear.DEQUANTIZE_TOKENS - 1, launch_linear.DEQUANTIZE_TOKENS])
+def test_either_side_of_the_choice(kernels, monkeypatch, tokens):
+    seen = dequantize_launches(monkeypatch)
+    c, weight, scale, bias = scaled_case("wo_a", e8m0=True, tokens=tokens, features=140, out=20, device=kernels.device)
+    check_scaled(kernels, c, weight, scale, bias)
+    assert len(seen) == (tokens >= launch_linear.DEQUANTIZE_TOKENS)
+    check_dx(kernels, c, weight, scale, bias)
+    for other, dtype in ((scale.float(), c.x.dtype), (scale, torch.float16)):  # what keeps W unrounded never has it whole
+        seen.clear()
+        more = c if dtype == c.x.dtype else scaled_case("wo_a", dtype, tokens=tokens, features=140, out=20, device=kernels.device)[0]
+        check_scaled(kernels, more, weight, other, bias.to(dtype))
+        check_dx(kernels, more, weight, other, bias.to(dtype))
+        assert not seen
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("way", ["in tiles", "ahead"])
+def test_e8m0_beyond_the_exact_range(kernels, ahead, way):
+    """W's subnormals are rounded, what is too large is Inf, and a scale of 255 or a weight of NaN is NaN in its columns alone."""
+    ahead(way)
+    c, weight, _, _ = scaled_case("plain", tokens=3, features=128, out=640, rank=3, poison=False)
+    weight = torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)).mul_(0.01).to(FP8)
+    weight[256:384] = 448.0
+    weight[600, 5] = NAN
+    scale = torch.tensor([[0], [1], [254], [255], [127]], dtype=torch.uint8).view(E8M0)
+    c.x.fill_(1)[:, 0] = 2.0 ** torch.arange(120, 123)
+    exact, w = weight.double() * spread(scale, weight), in_bf16(weight, scale)
+    x, a, b, ids, scalings, weight, scale, w = (
+        t.to(kernels.device) for t in (c.x, c.a, c.b * 0, c.ids, c.scalings, weight, scale, w)
+    )
+    for run in (kernels.linear, reference.linear):
+        y, want = run(x, weight, a, b, ids, scalings, weight_scale=scale), run(x, w, a, b, ids, scalings)
+        assert y[:, 256:384].isposinf().all()
+        assert y.isnan().any(0).nonzero().flatten().tolist() == [*range(384, 512), 600]
+        assert torch.equal(y.isnan(), want.isnan())
+        assert_bits(y[~y.isnan()], want[~y.isnan()])
+    assert not torch.equal(want[:, :256].cpu(), (c.x.double() @ exact[:256].T).bfloat16()), "W was not rounded"
+
+
+def test_fp16_keeps_w_unrounded(kernels):
+    """… beside e8m0 scales, too: y and dx are finite where bf16(448 · 2¹²⁷) would be Inf, and have the bits of float32 scales."""
+    x, weight, scale, a, b, ids, scalings, bias = random_scaled(
+        kernels.device, torch.float16, tokens=20, features=300, out=140, groups=1, rank=3, e8m0=True
+    )
+    weight.view(torch.uint8)[:, :128, 128:256] = 126  # 448
+    x[..., 128:256], grad = 0, torch.randn_like(x[..., :140])
+    grad[..., :128] = 0
+    scale.view(torch.uint8)[:, 0, 1] = 254
+    found = []
+    for s, linear, backward in (
+        (scale, kernels.linear, kernels.linear_backward),
+        (scale.float(), kernels.linear, kernels.linear_backward),
+        (scale, reference.linear, reference.linear_backward),
+    ):
+        y = linear(x, weight, a, b, ids, scalings, bias=bias, weight_scale=s)
+        tail = (ids, scalings, bias, None, None, None, [True] + [False] * 4, s)
+        found.append((y, backward(grad, x, weight, a, b, *tail)[0]))
+        assert y.isfinite().all() and found[-1][1].isfinite().all()
+    for got, want in zip(*found[:2]):
+        assert_bits(got, want)
 
 
 # --- as a PyTorch op ---
@@ -227,8 +431,9 @@ def test_gradients_reach_all_but_the_weight():
     assert weight.grad is None and scale.grad is None
 
 
-def test_opcheck():
-    c, weight, scale, (x, a, b, bias) = small(e8m0=True)
+@pytest.mark.parametrize("tokens", [7, 130])
+def test_opcheck(tokens):
+    c, weight, scale, (x, a, b, bias) = small(e8m0=True, tokens=tokens)
     args = (x, weight, a, b, c.ids, c.scalings, bias, None, None, None, scale)
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # test_schema multiplies 8-bit floats
     torch.library.opcheck(torch.ops.grouped_lora.linear, args, test_utils=checks)
@@ -237,16 +442,17 @@ def test_opcheck():
     assert mode.seen >= {"linear", "linear_backward"}
 
 
-def test_compile_traces_whole_and_once_for_every_length():
+@pytest.mark.parametrize("e8m0", [False, True])
+def test_compile_traces_whole_and_once_for_every_length(e8m0):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    c, weight, scale, _ = small(tokens=65)
+    c, weight, scale, _ = small(tokens=130, e8m0=e8m0)
 
     def step(x, a, b, ids, bias):
         return gl.linear(x * 2, weight, a, b, ids, c.scalings, bias=bias, weight_scale=scale).float().square().sum()
 
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
-    for tokens in (17, 2, 65):
+    for tokens in (17, 2, 130):
         grads = []
         for run in (step, compiled):
             x, a, b, bias = leaves = [t.detach().clone().requires_grad_() for t in (c.x[:tokens], c.a, c.b, c.base[0])]
@@ -256,8 +462,9 @@ def test_compile_traces_whole_and_once_for_every_length():
     assert counter.frame_count == 1
 
 
-def test_export():
-    c, weight, scale, _ = small(tokens=9)
+@pytest.mark.parametrize("e8m0", [False, True])
+def test_export(e8m0):
+    c, weight, scale, _ = small(tokens=135, e8m0=e8m0)
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -270,7 +477,8 @@ def test_export():
 
     shapes = {"x": {0: torch.export.Dim("T", min=2)}, "ids": {0: torch.export.Dim("T", min=2)}}
     exported = torch.export.export(Layer(), (c.x, c.ids), dynamic_shapes=shapes)
-    assert_equal(exported.module()(c.x[:5], c.ids[:5]), Layer()(c.x[:5], c.ids[:5]))
+    for tokens in (5, 130):
+        assert_equal(exported.module()(c.x[:tokens], c.ids[:tokens]), Layer()(c.x[:tokens], c.ids[:tokens]))
 
 
 def test_autocast_leaves_the_weight_alone():
@@ -367,6 +575,12 @@ def test_a_weight_stream_keeps_the_memory_busy():
             c = launch_linear.scaled(launch.Problem("sm_90", 132, 2, tokens, groups, 4096, out, 16, 8))
             assert c.mode == ROWS and c.tiles == 1 and groups * launch.cdiv(out, c.block_n) >= 0.9 * 132
             assert (c.num_stages - 1) * c.block_n * c.block_k >= 32 * 1024
+
+
+def test_w_is_made_ahead_of_many_rows():
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        for tokens in (1, 64, 128, 129, 8192):
+            assert launch_linear.dequantizes(launch.Problem(arch, 132, 2, tokens, 4, 4096, 1024, 16, 8)) == (tokens > 128)
 
 
 def test_scales_have_a_block_for_every_128():

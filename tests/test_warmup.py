@@ -21,6 +21,8 @@ SHAPES = {
     "shared input": Shape(2048, 16, 4, 1024, groups=3, shared_input=True, shared_a=False),
     "shared h": Shape(2048, 200, 4, 1024, groups=3, shared_input=True),
     "e4m3": Shape(1280, 16, 3, out_sizes=(384, 100), weight_scale=torch.float8_e8m0fnu),
+    "e4m3, grouped": Shape(1280, 16, 3, 320, groups=2, weight_scale=torch.float8_e8m0fnu),
+    "e4m3, float32 scales": Shape(1280, 16, 3, 320, weight_scale=torch.float32),
 }
 TOKENS = [1, 2, 3, 15, 16, 17, 63, 64, 65, 100, 128, 129, 200, 256, 257, 384, 385, 448, 500, 512]
 
@@ -103,7 +105,7 @@ def keys(monkeypatch):
         seen.add((kernel, constants, num_warps, num_stages, pdl, *kinds))
 
     with_linear_cu(monkeypatch, seen)
-    for stem in ("shrink", "expand", "delta", "plan", "wgrad", "linear", "halves"):
+    for stem in ("shrink", "expand", "delta", "plan", "wgrad", "linear", "halves", "dequantize"):
         monkeypatch.setattr(importlib.import_module(f"grouped_lora_ops.kernels.{stem}"), "launch", record)
     module = importlib.import_module("grouped_lora_ops.warmup")
     names = {"delta_": ("delta", "_cuda_"), "shrink": ("shrink", "_cuda"), "expand": ("expand", "_cuda")}
@@ -167,6 +169,8 @@ def test_nothing_is_left_to_compile(keys, shape):
         for name, call in calls(shape, tokens):
             call()
             assert keys == prepared, f"{name} at T = {tokens}"
+    converts = any(getattr(key[0], "__name__", "") == "dequantize_kernel" for key in prepared)
+    assert converts == (shape.weight_scale == torch.float8_e8m0fnu)
     if shape in (SHAPES["one slot"], SHAPES["qkv"]):
         assert {f"stream_{rows}_32_{shape.rank}" for rows in (16, 64)} <= prepared, "csrc/stream.cu"
         names = {key for key in prepared if isinstance(key, str) and key.startswith("linear_bf16")}

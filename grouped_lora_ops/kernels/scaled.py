@@ -1,14 +1,14 @@
-"""x Wᵀ of e4m3 weights with a scale for every block of 128 × 128 elements, without a rounding of W."""
+"""x Wᵀ of e4m3 weights with a scale for every block of 128 × 128 elements: W unrounded, or (e8m0 beside bf16) as bf16 has it."""
 
 import triton
 import triton.language as tl
 
-from .tile import dot
+from .tile import INTERPRETED, dot, round_to
 
 
 @triton.jit
 def from_e4m3(w, DTYPE: tl.constexpr):
-    """e4m3 in DTYPE (bf16 or fp16), exactly, NaN included.
+    """e4m3 in DTYPE (bf16 or fp16; of bytes float32, too), exactly, NaN included.
 
     uint8, the same bytes: by integers, where there is no such type (before sm_89; the interpreter makes 480 of NaN).
     Otherwise by assembly that Triton does not look through: it would order the columns of an mma by the width of what
@@ -62,6 +62,29 @@ def scale_value(s):
 
 
 @triton.jit
+def dequantized(w, scale):
+    """w · scale in bf16: e4m3 (or its bytes) and float32 of e8m0, whose product is exact in float32 or beyond its range.
+
+    By assembly that Triton does not look through, as in `from_e4m3`: scales, too, are loads of a byte, as are the bytes of w.
+    """
+    if w.dtype == tl.uint8:
+        value = from_e4m3(w, tl.float32)
+    else:
+        value = from_e4m3(w, tl.float16).to(tl.float32)  # one conversion less than by bf16
+    if INTERPRETED:
+        return round_to(value * scale, tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 a, b;
+            mul.rn.f32 a, $1, $3;
+            mul.rn.f32 b, $2, $4;
+            cvt.rn.bf16x2.f32 $0, b, a;
+            }""", "=r,f,f,f,f", [value, scale], tl.bfloat16, False, 2,
+        )  # fmt: skip
+
+
+@triton.jit
 def scaled_rows(
     x, w, scales, first, last, x_d, w_d, s_d, row_offsets, column_offsets, scale_offsets, inside, n_in, acc,
     EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr, ONE_SCALE: tl.constexpr, PRECISION: tl.constexpr,
@@ -69,8 +92,11 @@ def scaled_rows(
     """acc + Σ_b scale_b · (x W8ᵀ over the columns of block b): blocks of BLOCK_K = 128 columns of D, each summed from zero and
     added by one fma. Products of x and e4m3 are exact in float32, so nothing is rounded but float32 sums.
 
+    e8m0 scales beside bf16: acc + x Wᵀ with `dequantized` W, the chain of products of `base_rows`.
+
     x, w and scales begin at a block's first column; first … last − 1 are the columns that count.
     """
+    ROUNDED: tl.constexpr = scales.dtype.element_ty == tl.uint8 and x.dtype.element_ty == tl.bfloat16
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x + row_offsets[:, None] + k[None, :] * x_d
     w_ptrs = w + column_offsets[None, :] + k[:, None] * w_d
@@ -87,9 +113,14 @@ def scaled_rows(
         if ONE_SCALE:
             scale = scale_value(tl.load(s_ptrs))
         else:
-            scale = tl.broadcast_to(scale_value(tl.load(s_ptrs, mask=n_in, other=0.0))[None, :], acc.shape)
-        part = dot(x_tile, from_e4m3(w_tile, x_tile.dtype), tl.zeros(acc.shape, tl.float32), PRECISION)
-        acc = tl.fma(part, scale, acc)
+            scale = scale_value(tl.load(s_ptrs, mask=n_in, other=0.0))[None, :]
+        if ROUNDED:
+            acc = dot(x_tile, dequantized(w_tile, scale), acc, PRECISION)
+        else:
+            if not ONE_SCALE:
+                scale = tl.broadcast_to(scale, acc.shape)
+            part = dot(x_tile, from_e4m3(w_tile, x_tile.dtype), tl.zeros(acc.shape, tl.float32), PRECISION)
+            acc = tl.fma(part, scale, acc)
         x_ptrs += BLOCK_K * x_d
         w_ptrs += BLOCK_K * w_d
         s_ptrs += s_d

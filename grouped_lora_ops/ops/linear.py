@@ -41,12 +41,16 @@ def linear(
     weight may be float8_e4m3fn beside x of bf16 or fp16, with weight_scale: float32 (or float8_e8m0fnu) and the scale, not
     its inverse, of every block of 128 × 128 elements, counted from weight's first row and column ([ΣN, D]: from the first
     row of all; a checkpoint's flat [G·N, D] with N a multiple of 128, and its scales, come in as views). W[n, d] =
-    weight[n, d] · weight_scale[n // 128, d // 128], and is not rounded:
+    weight[n, d] · weight_scale[n // 128, d // 128]. With float32 scales, and beside fp16, it is not rounded:
 
         x Wᵀ = Σ_b scale[·, b] · (x[:, b] weight[:, b]ᵀ)   over blocks b of 128 columns of D, in order
 
     with exact products, float32 sums from zero inside a block, and one fma a block. dx sums over blocks of 128 rows of
-    weight in the same way. Such a weight (and its scale) is frozen: ValueError if it requires grad.
+    weight in the same way. With float8_e8m0fnu beside bf16 W is rounded to bf16, and y and dx have the bits that they have
+    with W as weight. That W is exact where scales are 2⁻¹¹⁷ to 2¹¹⁹ (e4m3 has 4 significant bits); beyond, it is the nearest,
+    ties to even, subnormal or Inf, and NaN where weight is or the scale's byte is 255. For many rows, and for dx, it exists
+    during the call: 2 bytes an element of weight. float32 scales that are powers of two can be given as
+    `.to(torch.float8_e8m0fnu)`. A weight in 8 bits (and its scale) is frozen: ValueError if it requires grad.
 
     Returns a new tensor of `delta`'s shape. Base, delta and bias meet in float32 and are rounded once to x's dtype;
     h = x Aᵀ is never rounded (with 16-bit weights scaling · h enters the product as in `expand`). A zero delta (B = 0,
@@ -74,7 +78,7 @@ def linear(
 
 
 def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan, weight_scale):
-    """Write out: the shrink, then the product."""
+    """Write out: W in bf16 where that is a step of its own, the shrink, then the product."""
     if out.numel() == 0:
         return
     from ..kernels import shrink
@@ -85,6 +89,8 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     widest, groups = (dims.out_features, dims.groups) if sizes is None else (max(sizes), len(sizes))
     shared_a = dims.rank > 0 and dims.slots > 0 and lora_a.dim() == 3 and xg.shape[1] > 1
     problem = common.problem(x, dims.tokens, groups, dims.in_features, widest, dims.rank, dims.slots, shared_a)
+    if _rounds(x, weight_scale) and launch_linear.dequantizes(problem):
+        weight, weight_scale = _dequantized(name, weight, weight_scale, problem.arch), None
     choose = launch_linear.linear if weight_scale is None else launch_linear.scaled
     config = common.configured(choose, problem, False, x.dtype == torch.float16)
     weight, scales = _as_kernels_read(weight, weight_scale, problem.arch)
@@ -155,6 +161,25 @@ def _as_kernels_read(weight: Tensor, scale: Tensor | None, arch: str) -> tuple[T
     return weight, _outer(scale if scale.dtype == torch.float32 else scale.view(torch.uint8), 3)
 
 
+def _rounds(x: Tensor, scale: Tensor | None) -> bool:
+    """Whether W is bf16(weight · scale)."""
+    return scale is not None and scale.dtype != torch.float32 and x.dtype == torch.bfloat16
+
+
+def _dequantized(name: str, weight: Tensor, scale: Tensor, arch: str) -> Tensor:
+    """That W, with the group axis in front.
+
+    Made ahead of what makes h: the product, which may start before h is there, reads W before it waits for that.
+    """
+    weight, scales = _as_kernels_read(weight, scale, arch)
+    out = driver.empty(weight.shape, torch.bfloat16, weight.device)
+    if out.numel():
+        from ..kernels.dequantize import dequantize
+
+        dequantize(name, weight, scales, out)
+    return out
+
+
 def _outer(t: Tensor, ndim: int) -> Tensor:
     """t with its group axis in front, of size 1 where it has none."""
     return t if t.dim() == ndim else t.unsqueeze(0)
@@ -213,10 +238,13 @@ def _backward_cuda(
         plan = common.plan_for(adapter_ids, slots, plan, True)
     dx, v, da = common.nothing(x), None, common.nothing(lora_a)
     db = common.empty_like_unless(need_b, lora_b)
+    w, scale = weight, weight_scale
+    if need_x and x.numel() and _rounds(x, scale):
+        w, scale = _dequantized(name, weight, scale, common.facts(x)[0]), None
     if need_x or need_a:
         v = grad_h(name, grad_y, groups, h_grouped, lora_b, adapter_ids, scalings, out_sizes, ranks, plan)
     if need_x:
-        dx = _dx(name, grad_y, x, weight, lora_a, v, adapter_ids, out_sizes, ranks, plan, weight_scale)
+        dx = _dx(name, grad_y, x, w, lora_a, v, adapter_ids, out_sizes, ranks, plan, scale)
     if need_a:
         _, da = shrink_backward(name, v, x, lora_a, adapter_ids, ranks, plan, [False, True])
     if need_b:

@@ -28,8 +28,9 @@ def linear(
     """y[t, g] = W[g] x[t, g] + scalings[l] · B[l, g] (A[l, g] x[t, g]) + bias[g], rounded once to x's dtype.
 
     Where the delta is zero y has the bits of x Wᵀ + bias alone. With weight_scale the base is the sum over blocks of 128
-    columns of D of (x weightᵀ over the block) · scale: W itself is never formed.
+    columns of D of (x weightᵀ over the block) · scale: W itself is never formed. Of e8m0 beside bfloat16 x it is: `dequantized`.
     """
+    weight, weight_scale = _rounded(x, weight, weight_scale)
     h = shrink(x, lora_a, adapter_ids, ranks=ranks)
     base = _base(x, weight, out_sizes) if weight_scale is None else _scaled_base(x, weight, out_sizes, weight_scale)
     y = join(base, scaled_delta(h, lora_b, adapter_ids, scalings, out_sizes, ranks))
@@ -47,6 +48,18 @@ def _base(x: Tensor, weight: Tensor, out_sizes: list[int] | None) -> Tensor:
 
 
 BLOCK = 128
+
+
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """bf16(weight · scale): e4m3 and e8m0, whose product is exact in float32 or beyond its range."""
+    wide = scale.float().repeat_interleave(BLOCK, -2)[..., : weight.shape[-2], :]
+    return (weight.float() * wide.repeat_interleave(BLOCK, -1)[..., : weight.shape[-1]]).bfloat16()
+
+
+def _rounded(x: Tensor, weight: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    if scale is None or scale.dtype == torch.float32 or x.dtype != torch.bfloat16:
+        return weight, scale
+    return dequantized(weight, scale), None
 
 
 def _scaled_base(x: Tensor, weight: Tensor, out_sizes: list[int] | None, scale: Tensor) -> Tensor:
@@ -83,10 +96,8 @@ def linear_backward(
         grad_y, wide, lora_a, lora_b, adapter_ids, scalings, out_sizes, ranks, plan, [need_x, need_a, need_b]
     )
     if need_x:
-        if weight_scale is None:
-            base = _base_dx(g, x, weight, out_sizes)
-        else:
-            base = _scaled_dx(g, x, weight, out_sizes, weight_scale)
+        w, scale = _rounded(x, weight, weight_scale)
+        base = _base_dx(g, x, w, out_sizes) if scale is None else _scaled_dx(g, x, w, out_sizes, scale)
         dx = join(base, dx).to(x.dtype)
     dweight = _base_dweight(g, wide, weight, out_sizes).to(weight.dtype) if need_weight else None
     dbias = g.sum(0).to(bias.dtype) if need_bias else None
