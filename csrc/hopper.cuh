@@ -125,21 +125,16 @@ __device__ __forceinline__ u32 products(u32 a, u32 b) { // of two bf16 each
     return r;
 }
 
-struct Four { float v[4]; };
-__device__ __forceinline__ Four four_of_e4m3(u32 bytes) {
-    Four r;
-    asm("{\n.reg .b16 low, high, a, b, c, d;\n"
-        ".reg .b32 first, second;\n"
-        "mov.b32 {low, high}, %4;\n"
-        "cvt.rn.f16x2.e4m3x2 first, low;\n"
-        "cvt.rn.f16x2.e4m3x2 second, high;\n"
-        "mov.b32 {a, b}, first;\n"
-        "mov.b32 {c, d}, second;\n"
+struct Two { float first, second; };
+__device__ __forceinline__ Two two_of_e4m3(u16 bytes) {
+    Two r;
+    asm("{\n.reg .b16 a, b;\n"
+        ".reg .b32 both;\n"
+        "cvt.rn.f16x2.e4m3x2 both, %2;\n"
+        "mov.b32 {a, b}, both;\n"
         "cvt.f32.f16 %0, a;\n"
-        "cvt.f32.f16 %1, b;\n"
-        "cvt.f32.f16 %2, c;\n"
-        "cvt.f32.f16 %3, d;\n}"
-        : "=f"(r.v[0]), "=f"(r.v[1]), "=f"(r.v[2]), "=f"(r.v[3])
-        : "r"(bytes));
+        "cvt.f32.f16 %1, b;\n}"
+        : "=f"(r.first), "=f"(r.second)
+        : "h"(bytes));
     return r;
 }

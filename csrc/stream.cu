@@ -22,9 +22,10 @@ extern "C" __device__ const int available = 1;
 extern "C" __device__ const int available = 0;
 #endif
 
-static constexpr u32 BK = 128, MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32, HELPERS = 96;
-static constexpr u32 CONVERTERS = 256, GROUP = 128; // a group of them has every other stage, so rings of even lengths
-static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16;
+static constexpr u32 MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32;
+static constexpr u32 CONVERTERS = 256, GROUP = 128;      // each of two groups has every other stage, so rings of even lengths
+static constexpr u32 BLOCK = 128;                        // rows and columns of W that share a scale
+static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16, MAX_CONVERTED = 4;
 static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, NEXT = 8, LATE = 16, POWERS = 32; // POWERS: scales are e8m0
 
 struct __align__(64) Params {
@@ -56,7 +57,7 @@ struct Shared { // behind the rings; then h's parts, then B
     u32 ranks[MAX_ROWS];
     float scalings[MAX_ROWS];
     u32 list[MAX_ROWS]; // a row of each adapter that occurs
-    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES], converted[MAX_STAGES], used[MAX_STAGES];
+    u64 full[MAX_STAGES], empty[MAX_STAGES], x_full[MAX_STAGES], x_empty[MAX_STAGES], converted[MAX_CONVERTED], used[MAX_CONVERTED];
     u32 count;
 };
 extern "C" __device__ const int shared_bytes = 1024 + (sizeof(Shared) + 15) / 16 * 16;
@@ -78,16 +79,18 @@ template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
 template <u32 ROWS_, u32 BN_, u32 RANKS_, bool E4M3_> struct Sizes {
     static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
     static constexpr bool E4M3 = E4M3_;
-    static constexpr u32 CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (E4M3 ? CONVERTERS : 0);
-    static constexpr u32 CONVERTED = BN == 32 ? 4 : 2; // stages of W in bf16
+    static constexpr u32 HELPERS = E4M3 ? 64 : 96, CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (E4M3 ? CONVERTERS : 0);
+    static constexpr u32 CONVERTED = ROWS == 64 && BN == 32 ? 4 : 2; // stages of W in bf16
+    static constexpr u32 BK = ROWS == 16 ? 256 : 128; // columns of D of a stage
     static constexpr u32 W_BYTES = BN * BK * 2, RAW_BYTES = E4M3 ? W_BYTES / 2 : W_BYTES, X_BYTES = ROWS * BK * 2; // of a stage
+    static constexpr u32 PARTS = RAW_BYTES / (BN * 128);                                                              // of W's rows, 128 bytes each
     // rows of h and of B: and 16 bytes more, so that eight rows lie in different banks
     static constexpr u32 H_PITCH = 4 * RANKS + 16, B_PITCH = 2 * RANKS + 16, FACTOR = BN * B_PITCH;
     static constexpr u32 WARP_COLUMNS = ROWS == 16 ? BN / 4 : BN, TILES = WARP_COLUMNS / 8;
 };
 
 struct Room {
-    u8 *w, *raw, *x; // raw: W as it arrives
+    u8 *w, *raw, *x; // w: in bf16, raw: as it arrives; the same where nothing is converted ahead of the products
     Shared *s;
     u8 *h, *b;
 };
@@ -96,33 +99,42 @@ struct Ring {
     __device__ __forceinline__ void next(u32 by = 1) {
         if ((stage += by) >= count) stage -= count, phase ^= 1;
     }
+    __device__ __forceinline__ u32 before() const { return (stage ? stage : count) - 1; }
 };
 
-template <class S> __device__ __forceinline__ void fetch(const Params &p, const Room &room, const Block &block) {
-    Shared &s = *room.s;
-    Ring ring{p.stages};
-    for (u32 k = 0; k < p.features; k += BK, ring.next()) {
-        const u64 &full = s.full[ring.stage];
-        wait(s.empty[ring.stage], ring.phase ^ 1);
-        barrier_expect(shared_address(&full), S::RAW_BYTES);
+template <class S> __device__ __forceinline__ void fetch_w(const Params &p, const Room &room, const Block &block, u32 stage, u32 k) {
+    const u64 &full = room.s->full[stage];
+    barrier_expect(shared_address(&full), S::RAW_BYTES);
 #pragma unroll
-        for (u32 part = 0; part < S::RAW_BYTES / (S::BN * 128); ++part) // of 128 bytes
-            fetch_box(shared_address(room.raw + ring.stage * S::RAW_BYTES) + part * (S::BN * 128), p.map, k + 64 * part, block.n, block.out_group, 0,
-                      full);
+    for (u32 part = 0; part < S::PARTS; ++part)
+        fetch_box(shared_address(room.raw + stage * S::RAW_BYTES) + part * (S::BN * 128), p.map, k + S::BK / S::PARTS * part, block.n,
+                  block.out_group, 0, full);
+}
+template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block, u32 stage, u32 k) {
+    const u64 &full = room.s->x_full[stage];
+    barrier_expect(shared_address(&full), p.height * (S::BK * 2)); // what lies behind them in a stage is multiplied, and not looked at
+#pragma unroll
+    for (u32 part = 0; part < S::BK / 64; ++part)
+        fetch_box(shared_address(room.x + stage * S::X_BYTES) + part * (S::ROWS * 128), p.x_map, k + 64 * part, block.first,
+                  p.x_groups > 1 ? block.group : 0, 0, full);
+}
+
+// By one thread each: what the rings hold, in the order in which it is needed; then the rest of W, and of x.
+template <class S> __device__ __forceinline__ void begin(const Params &p, const Room &room, const Block &block) {
+#pragma unroll 1
+    for (u32 i = 0; i < max(p.stages, p.x_stages) && i * S::BK < p.features; ++i) {
+        if (i < p.x_stages) fetch_x<S>(p, room, block, i, i * S::BK);
+        if (i < p.stages) fetch_w<S>(p, room, block, i, i * S::BK);
     }
 }
-template <class S> __device__ __forceinline__ void fetch_x(const Params &p, const Room &room, const Block &block) {
+template <class S> __device__ __forceinline__ void go_on(const Params &p, const Room &room, const Block &block, bool w) {
     Shared &s = *room.s;
-    const u32 group = p.x_groups > 1 ? block.group : 0;
-    const u32 x_bytes = p.height * (BK * 2); // what lies behind them in a stage is multiplied, and not looked at
-    Ring ring{p.x_stages};
-    for (u32 k = 0; k < p.features; k += BK, ring.next()) {
-        const u64 &full = s.x_full[ring.stage];
-        wait(s.x_empty[ring.stage], ring.phase ^ 1);
-        barrier_expect(shared_address(&full), x_bytes);
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half)
-            fetch_box(shared_address(room.x + ring.stage * S::X_BYTES) + half * (S::ROWS * 128), p.x_map, k + 64 * half, block.first, group, 0, full);
+    Ring ring{w ? p.stages : p.x_stages, 0, 1};
+#pragma unroll 1
+    for (u32 k = ring.count * S::BK; k < p.features; k += S::BK, ring.next()) {
+        wait((w ? s.empty : s.x_empty)[ring.stage], ring.phase ^ 1);
+        if (w) fetch_w<S>(p, room, block, ring.stage, k);
+        else fetch_x<S>(p, room, block, ring.stage, k);
     }
 }
 
@@ -131,51 +143,58 @@ template <class S> __device__ __forceinline__ void fetch_x(const Params &p, cons
 __device__ __forceinline__ float power_of_e8m0(u8 v) { // 2^(v − 127), 255: NaN
     return __uint_as_float(v == 255 ? 0x7fc00000 : v == 0 ? 1 << 22 : (u32)v << 23);
 }
-// Eight e4m3, which bf16 holds, times two equal scales, rounded to bf16.
-__device__ __forceinline__ uint4 bf16_of_e4m3(u32 first, u32 second, u32 scales) {
-    const Four a = four_of_e4m3(first), b = four_of_e4m3(second);
-    auto pair = [=](float x, float y) { return products(__byte_perm(__float_as_uint(x), __float_as_uint(y), 0x7632), scales); };
-    return make_uint4(pair(a.v[0], a.v[1]), pair(a.v[2], a.v[3]), pair(b.v[0], b.v[1]), pair(b.v[2], b.v[3]));
+// Two e4m3, which bf16 holds, times two equal scales, rounded to bf16.
+__device__ __forceinline__ u32 bf16_of_e4m3(u16 bytes, u32 scales) {
+    const Two v = two_of_e4m3(bytes);
+    return products(__byte_perm(__float_as_uint(v.first), __float_as_uint(v.second), 0x7632), scales);
 }
 
-// The scale of a block's columns for a step, from the first one on: lane i reads that of step 32 a + i.
+// The scales of a block's columns, from the first one on: lane i reads that of 128 · (32 a + i) columns of D on. Behind D they are 1.
 struct Scales {
     u32 first = 0;
     float mine = 1.0f;
-    __device__ __forceinline__ float of(const Params &p, const Block &block, u32 step, u32 steps) {
-        const u32 at = step / 32 * 32 + threadIdx.x % 32;
-        if (step % 32 == first && at < steps) {
-            const i64 place = block.out_group * p.s_g + block.n / BK * p.s_n + at * p.s_d;
-            mine = p.flags & POWERS ? power_of_e8m0(((const u8 *)p.scales)[place]) : ((const float *)p.scales)[place];
+    __device__ __forceinline__ float of(const Params &p, const Block &block, u32 which) {
+        if (which % 32 == first) {
+            const u32 at = which - first + threadIdx.x % 32;
+            const i64 place = block.out_group * p.s_g + block.n / BLOCK * p.s_n + at * p.s_d;
+            if (at * BLOCK >= p.features) mine = 1.0f;
+            else mine = p.flags & POWERS ? power_of_e8m0(((const u8 *)p.scales)[place]) : ((const float *)p.scales)[place];
         }
-        return __shfl_sync(~0u, mine, step % 32);
+        return __shfl_sync(~0u, mine, which % 32);
     }
 };
 
 template <class S> __device__ __forceinline__ void convert(const Params &p, const Room &room, const Block &block) {
+    static constexpr u32 CHUNKS = S::BN / 16; // of a thread: 16 elements of a row each
     Shared &s = *room.s;
-    const u32 lane = threadIdx.x % 32, warp = (threadIdx.x - S::CONVERT) % GROUP / 32, steps = (p.features + BK - 1) / BK;
+    const u32 lane = threadIdx.x % 32, warp = (threadIdx.x - S::CONVERT) % GROUP / 32, steps = (p.features + S::BK - 1) / S::BK;
     const u32 first = (threadIdx.x - S::CONVERT) / GROUP;
     Ring raw{p.stages, first}, ring{S::CONVERTED, first};
-    Scales scales{first};
+    Scales scales{first * S::PARTS};
+#pragma unroll 1
     for (u32 step = first; step < steps; step += 2, raw.next(2), ring.next(2)) {
-        const u32 scale = (p.flags & POWERS ? __float_as_uint(scales.of(p, block, step, steps)) >> 16 : 0x3f80) * 0x10001;
-        const u32 from = shared_address(room.raw + raw.stage * S::RAW_BYTES), to = shared_address(room.w + ring.stage * S::W_BYTES);
         wait(s.full[raw.stage], raw.phase);
         wait(s.used[ring.stage], ring.phase ^ 1);
-        // 16 elements of a row: of 32 rows at once, whose places lie in different banks
-        auto row_of = [&](u32 i) { return i / 2 * 32 + lane; };
-        auto chunk_of = [&](u32 i) { return i % 2 * 4 + warp; };
-        uint4 parts[S::BN / 16];
 #pragma unroll
-        for (u32 i = 0; i < S::BN / 16; ++i) parts[i] = load16(from + row_of(i) * 128 + (chunk_of(i) ^ row_of(i) % 8) * 16);
+        for (u32 part = 0; part < S::PARTS; ++part) { // 128 columns of D
+            const u32 from = shared_address(room.raw + raw.stage * S::RAW_BYTES) + part * (S::BN * 128);
+            const u32 to = shared_address(room.w + ring.stage * S::W_BYTES) + part * (S::BN * 256);
+            // of 32 rows at once, whose places lie in different banks
+            auto row_of = [&](u32 i) { return i / 2 * 32 + lane; };
+            auto chunk_of = [&](u32 i) { return i % 2 * 4 + warp; };
+            uint4 chunks[CHUNKS];
 #pragma unroll
-        for (u32 i = 0; i < S::BN / 16; ++i) {
-            const u32 n = row_of(i), chunk = chunk_of(i);
-            const uint4 v = parts[i];
-            const u32 row = to + chunk / 4 * (S::BN * 128) + n * 128, place = chunk % 4 * 2;
-            store16(row + (place ^ n % 8) * 16, bf16_of_e4m3(v.x, v.y, scale));
-            store16(row + (place + 1 ^ n % 8) * 16, bf16_of_e4m3(v.z, v.w, scale));
+            for (u32 i = 0; i < CHUNKS; ++i) chunks[i] = load16(from + row_of(i) * 128 + (chunk_of(i) ^ row_of(i) % 8) * 16);
+            const u32 scale = p.flags & POWERS ? (__float_as_uint(scales.of(p, block, step * S::PARTS + part)) >> 16) * 0x10001 : 0x3f803f80;
+            auto eight = [=](u32 a, u32 b) {
+                return make_uint4(bf16_of_e4m3(a, scale), bf16_of_e4m3(a >> 16, scale), bf16_of_e4m3(b, scale), bf16_of_e4m3(b >> 16, scale));
+            };
+#pragma unroll
+            for (u32 i = 0; i < CHUNKS; ++i) {
+                const u32 row = to + chunk_of(i) / 4 * (S::BN * 128) + row_of(i) * 128, place = chunk_of(i) % 4 * 2;
+                store16(row + (place ^ row_of(i) % 8) * 16, eight(chunks[i].x, chunks[i].y));
+                store16(row + (place + 1 ^ row_of(i) % 8) * 16, eight(chunks[i].z, chunks[i].w));
+            }
         }
         written_for_matrix_units();
         __syncwarp();
@@ -203,7 +222,7 @@ template <class S> __device__ __forceinline__ void find_adapters(const Params &p
         s.slots[row] = slot;
         if (row == 0) s.count = 0;
     }
-    any_of<HELPERS>(2, false);
+    any_of<S::HELPERS>(2, false);
     if (row < S::ROWS) {
         bool first = slot < p.slots;
         const u32 rank = !first ? 0 : p.ranks == nullptr ? p.rank : (u32)min(max(p.ranks[slot], 0), (int)p.rank);
@@ -212,7 +231,7 @@ template <class S> __device__ __forceinline__ void find_adapters(const Params &p
         for (u32 other = 0; other < row; ++other) first &= s.slots[other] != slot;
         if (first) s.list[atomicAdd(&s.count, 1)] = row;
     }
-    any_of<HELPERS>(2, false);
+    any_of<S::HELPERS>(2, false);
 }
 
 template <class S> __device__ __forceinline__ void load_factors(const Params &p, const Room &room, const Block &block, u32 first) {
@@ -220,7 +239,7 @@ template <class S> __device__ __forceinline__ void load_factors(const Params &p,
     const Shared &s = *room.s;
     const u32 count = min(s.count - first, p.adapters);
 #pragma unroll 4
-    for (u32 i = threadIdx.x - HELP; i < count * S::BN * PARTS; i += HELPERS) {
+    for (u32 i = threadIdx.x - HELP; i < count * S::BN * PARTS; i += S::HELPERS) {
         const u32 adapter = i / (S::BN * PARTS), rest = i % (S::BN * PARTS), n = rest / PARTS, r = rest % PARTS * 8;
         const u32 row = s.list[first + adapter], slot = s.slots[row], rank = s.ranks[row];
         const u32 bytes = block.n + n < block.n_end && r < rank ? 2 * min(rank - r, 8u) : 0;
@@ -242,7 +261,7 @@ template <class S> __device__ __forceinline__ void add_chunks(const Params &p, c
     static constexpr u32 QUADS = S::RANKS / 4;
     const Shared &s = *room.s;
 #pragma unroll 2
-    for (u32 i = threadIdx.x - HELP; i < S::ROWS * QUADS; i += HELPERS) {
+    for (u32 i = threadIdx.x - HELP; i < S::ROWS * QUADS; i += S::HELPERS) {
         const u32 row = i / QUADS, r = i % QUADS * 4, rank = s.ranks[row];
         float4 chunks[8];
         const float *from = p.h + (block.first + row) * p.h_t + block.group * p.h_g + r;
@@ -266,7 +285,7 @@ template <class S> __device__ __forceinline__ void add_chunks(const Params &p, c
 
 template <class S> __device__ __forceinline__ void call_factors(const Params &p, const Room &room, const Block &block) {
     const Shared &s = *room.s;
-    for (u32 i = threadIdx.x - HELP; i < s.count * S::BN; i += HELPERS) {
+    for (u32 i = threadIdx.x - HELP; i < s.count * S::BN; i += S::HELPERS) {
         const u32 row = s.list[i / S::BN], n = block.n + i % S::BN;
         if (n < block.n_end && s.ranks[row]) call_into_l2(p.b + s.slots[row] * p.b_l + block.out_group * p.b_g + n * p.b_n);
     }
@@ -279,14 +298,14 @@ template <class S> __device__ __forceinline__ void help(const Params &p, const R
     if (p.flags & OVERLAP) wait_for_producer(); // it makes h
     add_chunks<S>(p, room, block);
     if (p.flags & LATE) {
-        any_of<MATH + HELPERS>(1, false);
+        any_of<MATH + S::HELPERS>(1, false);
         load_factors<S>(p, room, block, 0);
     }
     for (u32 first = 0;;) {
         copies_wait<0>();
-        any_of<MATH + HELPERS>(1, false);
+        any_of<MATH + S::HELPERS>(1, false);
         if ((first += p.adapters) >= room.s->count) break;
-        any_of<MATH + HELPERS>(1, false); // more adapters than there is room for
+        any_of<MATH + S::HELPERS>(1, false); // more adapters than there is room for
         load_factors<S>(p, room, block, first);
     }
 }
@@ -295,7 +314,7 @@ template <class S> __device__ __forceinline__ void help(const Params &p, const R
 
 template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, const Block &block, float (&d)[4 * S::TILES]) {
     Shared &s = *room.s;
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + BK - 1) / BK;
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + S::BK - 1) / S::BK;
     const u32 stages = S::E4M3 ? S::CONVERTED : p.stages;
     u64 *const full = S::E4M3 ? s.converted : s.full, *const empty = S::E4M3 ? s.used : s.empty;
     auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
@@ -307,52 +326,54 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
         wait(s.x_full[x_ring.stage], x_ring.phase);
         wait(full[ring.stage], ring.phase);
     };
-    const bool apart = S::E4M3 && !(p.flags & POWERS); // a stage's sum
+    const bool apart = S::E4M3 && !(p.flags & POWERS); // a block's sum
     float total[S::E4M3 ? 4 * S::TILES : 1];
     Scales scales;
+    float scale = 1.0f;
     if constexpr (S::E4M3)
 #pragma unroll
         for (u32 i = 0; i < 4 * S::TILES; ++i) total[i] = 0.0f;
-    auto add_stage = [&](u32 step) {
-        if (!apart) return;
-        if constexpr (S::E4M3) {
-            const float scale = scales.of(p, block, step, steps);
+    auto add_block = [&](float scale) {
+        if constexpr (S::E4M3)
 #pragma unroll
             for (u32 i = 0; i < 4 * S::TILES; ++i) total[i] = __fmaf_rn(d[i], scale, total[i]), d[i] = 0.0f;
-        }
     };
     auto next = [&] { ring.next(), x_ring.next(); };
-    if constexpr (S::ROWS == 16) { // what is next is loaded ahead of a chain of products, which takes as long as W takes to arrive
-        const u32 w_row = warp * 8 + lane % 8, w_chunk = lane / 8; // of W's 8 rows: four chunks of 8 columns at once
-        const u32 x_row = lane % 16, x_chunk = lane / 16;
-        struct Half { u32 w[2][4], x[4][4]; }; // of a stage: 64 columns
-        auto load = [&](Half &to, u32 half) {
-            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES) + half * (S::BN * 128) + w_row * 128;
-            const u32 x_at = shared_address(room.x + x_ring.stage * S::X_BYTES) + half * (S::ROWS * 128) + x_row * 128;
+    if constexpr (S::ROWS == 16) {
+        // Every product waits for the one before. Behind the first of four what the next four need is loaded: more often, and a product
+        // would wait for loads that were issued just ahead of it.
+        static constexpr u32 QUARTERS = S::BK / 64;
+        const u32 w_row = warp * 8 + lane % 8, x_row = lane % 16;
+        struct Four { u32 w[2][4], x[4][4]; } four[2]; // products: of a quarter of a stage
+        auto load = [&](Four &to, u32 quarter) {
+            const u32 x_at = shared_address(room.x + x_ring.stage * S::X_BYTES) + quarter * (S::ROWS * 128) + x_row * 128;
 #pragma unroll
-            for (u32 i = 0; i < 2; ++i) load_matrix4(to.w[i], w_at + ((4 * i + w_chunk) ^ w_row) % 8 * 16);
+            for (u32 i = 0; i < 4; ++i) load_matrix4(to.x[i], x_at + ((2 * i + lane / 16) ^ x_row) % 8 * 16);
+            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES) + quarter * (S::BN * 128) + w_row * 128;
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) load_matrix4(to.x[i], x_at + ((2 * i + x_chunk) ^ x_row) % 8 * 16);
+            for (u32 i = 0; i < 2; ++i) load_matrix4(to.w[i], w_at + ((4 * i + lane / 8) ^ w_row) % 8 * 16);
         };
-        auto add = [&](const Half &v) {
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) bf16::mma(d, v.x[i], v.w[i / 2][i % 2 * 2], v.w[i / 2][i % 2 * 2 + 1]);
-        };
-        Half first, second;
+        auto add = [&](const Four &v, u32 i) { bf16::mma(d, v.x[i], v.w[i / 2][i % 2 * 2], v.w[i / 2][i % 2 * 2 + 1]); };
         arrived();
-        load(first, 0);
+        load(four[0], 0);
+#pragma unroll 1
         for (u32 step = 0; step < steps; ++step) {
-            load(second, 1);
-            add(first);
             const u32 stage = ring.stage, x_stage = x_ring.stage;
-            next();
-            if (step + 1 < steps) {
-                arrived();
-                load(first, 0);
+#pragma unroll
+            for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
+                const Four &mine = four[quarter % 2];
+                if (apart && quarter % 2 == 0) scale = scales.of(p, block, step * (S::BK / BLOCK) + quarter / 2);
+                add(mine, 0);
+                if (quarter == QUARTERS - 1) {
+                    next();
+                    if (step + 1 < steps) arrived();
+                    __syncwarp();
+                }
+                load(four[(quarter + 1) % 2], (quarter + 1) % QUARTERS); // behind the last stage of what lies there
+#pragma unroll
+                for (u32 i = 1; i < 4; ++i) add(mine, i);
+                if (apart && quarter % 2) add_block(scale);
             }
-            add(second);
-            add_stage(step);
-            __syncwarp();
             release(step, stage, x_stage);
         }
     } else {
@@ -367,19 +388,20 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
             multiplies_commit();
         };
         if (apart) {
+#pragma unroll 1
             for (u32 step = 0; step < steps; ++step, next()) {
                 issue();
+                scale = scales.of(p, block, step);
                 multiplied(d);
                 release(step, ring.stage, x_ring.stage);
-                add_stage(step);
+                add_block(scale);
             }
         } else { // a stage's products begin while those of the one before still run
-            u32 last = 0, last_x = 0;
+#pragma unroll 1
             for (u32 step = 0; step < steps; ++step, next()) {
                 issue();
                 multiplies_wait<1>();
-                if (step > 0) release(step - 1, last, last_x);
-                last = ring.stage, last_x = x_ring.stage;
+                if (step > 0) release(step - 1, ring.before(), x_ring.before());
             }
             multiplied(d);
         }
@@ -402,9 +424,9 @@ template <class S> __device__ __forceinline__ void add_lora(const Params &p, con
 #pragma unroll
         for (u32 i = 0; i < 4 * S::TILES; ++i) base[i] = d[i];
     u32 h[2][DEEP][4], slots[2];
-    if (p.flags & LATE) any_of<MATH + HELPERS>(1, false); // the rings are read
+    if (p.flags & LATE) any_of<MATH + S::HELPERS>(1, false); // the rings are read
     for (u32 first = 0; !first || first < s.count; first += p.adapters) {
-        any_of<MATH + HELPERS>(1, false);
+        any_of<MATH + S::HELPERS>(1, false);
         if (!first) {
 #pragma unroll
             for (u32 part = 0; part < 2; ++part)
@@ -450,7 +472,7 @@ template <class S> __device__ __forceinline__ void add_lora(const Params &p, con
                     if (slots[j / 2] == slot) d[4 * tile + j] = sum[j];
             }
         }
-        if (first + p.adapters < s.count) any_of<MATH + HELPERS>(1, false);
+        if (first + p.adapters < s.count) any_of<MATH + S::HELPERS>(1, false);
     }
 }
 
@@ -482,27 +504,20 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
     room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
     room.b = p.flags & LATE ? room.w : room.h + S::ROWS * S::H_PITCH;
+    const Block block = block_of<S::BN>(p);
     const u32 i = threadIdx.x - FETCH;
     if (i < MAX_STAGES) {
-        if (i < p.stages) {
-            barrier_init(shared_address(&room.s->full[i]), 1);
-            barrier_init(shared_address(&room.s->empty[i]), MATH / 32); // a group of converters are as many
-        }
-        if (i < p.x_stages) {
-            barrier_init(shared_address(&room.s->x_full[i]), 1);
-            barrier_init(shared_address(&room.s->x_empty[i]), MATH / 32);
-        }
-        if (S::E4M3 && i < S::CONVERTED) {
-            barrier_init(shared_address(&room.s->converted[i]), GROUP / 32);
-            barrier_init(shared_address(&room.s->used[i]), MATH / 32);
-        }
+        auto make = [](u64 &barrier, u32 count) { barrier_init(shared_address(&barrier), count); };
+        if (i < p.stages) make(room.s->full[i], 1), make(room.s->empty[i], MATH / 32); // a group of converters are as many
+        if (i < p.x_stages) make(room.s->x_full[i], 1), make(room.s->x_empty[i], MATH / 32);
+        if (S::E4M3 && i < S::CONVERTED) make(room.s->converted[i], GROUP / 32), make(room.s->used[i], MATH / 32);
         barrier_init_fence();
     }
     __syncwarp();
     if (S::RANKS == 0 && p.flags & OVERLAP) wait_for_producer(); // any kernel: it may write x
     if (p.flags & NEXT) let_consumer_start(); // all that is older than the shrink ahead has ended
+    if (threadIdx.x == FETCH) begin<S>(p, room, block); // before anybody waits for anybody
     __syncthreads();
-    const Block block = block_of<S::BN>(p);
     if (threadIdx.x < MATH) {
         float d[4 * S::TILES];
 #pragma unroll
@@ -511,8 +526,8 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
         if constexpr (S::RANKS > 0) add_lora<S>(p, room, d);
         write<S>(p, block, d);
     } else if (threadIdx.x < HELP) {
-        if (threadIdx.x == FETCH) fetch<S>(p, room, block);
-        if (threadIdx.x == FETCH_X) fetch_x<S>(p, room, block);
+        if (threadIdx.x == FETCH) go_on<S>(p, room, block, true);
+        if (threadIdx.x == FETCH_X) go_on<S>(p, room, block, false);
     } else if (S::E4M3 && threadIdx.x >= S::CONVERT) {
         if constexpr (S::E4M3) convert<S>(p, room, block);
     } else if constexpr (S::RANKS > 0) help<S>(p, room, block);
@@ -522,7 +537,7 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
 // multiprocessor, but without a limit ptxas takes registers until it spills, so blocks are said to be larger than they are.
 constexpr bool many_registers(u32 columns, u32 ranks) { return columns == 64 && ranks && ranks < 64; }
 #define KERNEL(name, rows, columns, ranks, e4m3)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(e4m3 && !many_registers(columns, ranks) ? 544 : Sizes<rows, columns, ranks, e4m3>::THREADS,        \
+    extern "C" __global__ void __launch_bounds__(e4m3 && columns == 32 ? 544 : Sizes<rows, columns, ranks, e4m3>::THREADS,        \
                                                  e4m3 || many_registers(columns, ranks) ? 1 : 2) name(const __grid_constant__ Params p) {           \
         run<Sizes<rows, columns, ranks, e4m3>>(p);                                                                                                  \
     }

@@ -19,7 +19,8 @@ SORT_STAGES = 2.5  # so many stages of LoRA less a tile are worth a plan and row
 STREAM_TOKENS = 64  # up to here all rows are one tile and W is read once; by csrc/stream.cu up to twice as many in two
 STREAM_RANKS = (0, 16, 32, 64)  # of the kernels of csrc/stream.cu
 STREAM_COLUMNS = 64  # of its widest blocks
-STREAM_CONVERTED = {32: 4, 64: 2}  # its stages of an e4m3 weight in bf16, by columns; two groups of warps take turns at them
+STREAM_STEP = {16: 256, 64: 128}  # columns of D of a stage, by its rows
+STREAM_CONVERTED = {(16, 32): 2, (64, 32): 4, (64, 64): 2}  # its stages of an e4m3 weight in bf16, by rows and columns
 SCALE_BLOCK = 128  # rows and columns of an e4m3 weight that share a scale; a step's columns of D
 DEQUANTIZE_TOKENS = 129  # from here on a weight with e8m0 scales is made bf16 by a kernel of its own, ahead of the product
 FLOAT32_PIECE = 16  # float32: D is cut into pieces of so many columns, a step each (32 spill: both operands sit in registers)
@@ -180,8 +181,8 @@ def stream_bytes(c: StreamConfig, ranks: int) -> int:
 
 def _rings(c: StreamConfig) -> int:
     """Bytes of the stages of W and x."""
-    weight = (c.stages + 2 * STREAM_CONVERTED[c.block_n] if c.e4m3 else 2 * c.stages) * c.block_n
-    return 128 * (weight + 2 * c.x_stages * c.rows)
+    weight = c.stages + 2 * STREAM_CONVERTED[c.rows, c.block_n] if c.e4m3 else 2 * c.stages
+    return STREAM_STEP[c.rows] * (weight * c.block_n + 2 * c.x_stages * c.rows)
 
 
 def _factor(c: StreamConfig, ranks: int) -> int:
@@ -203,9 +204,9 @@ def stream(p: Problem, e4m3: bool = False) -> StreamConfig:
     block_n = 64 if rows == 64 and wide else 32
     two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms and not e4m3  # blocks on a multiprocessor
     if e4m3:
-        stages, x_stages = (12, 6) if rows == 16 else (12, 4) if block_n == 32 else (6, 3)
+        stages, x_stages = (4, 3) if rows == 16 else (8, 5) if block_n == 32 else (6, 3)
     elif rows == 16:
-        stages, x_stages = (5, 4) if two else (8, 6)
+        stages, x_stages = (3, 2) if two else (4, 3)
     else:
         stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
     config = StreamConfig(rows, block_n, stages, x_stages, 0, has_pdl(p.arch), e4m3=e4m3)

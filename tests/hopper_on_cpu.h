@@ -408,14 +408,13 @@ inline u32 __byte_perm(u32 a, u32 b, u32 select) {
     return r;
 }
 
-struct Four { float v[4]; };
-inline Four four_of_e4m3(u32 bytes) {
-    Four r;
-    for (u32 i = 0; i < 4; ++i) {
-        const u32 v = bytes >> 8 * i & 0xff, size = v & 127;
-        const float value = size == 127 ? __uint_as_float(0x7fc00000) : size < 8 ? size * 0x1p-9f : __uint_as_float((size << 20) + (120 << 23));
-        r.v[i] = v >> 7 ? -value : value;
-    }
-    return r;
+struct Two { float first, second; };
+inline Two two_of_e4m3(u16 bytes) {
+    auto value = [](u32 v) {
+        const u32 size = v & 127;
+        const float magnitude = size == 127 ? __uint_as_float(0x7fc00000) : size < 8 ? size * 0x1p-9f : __uint_as_float((size << 20) + (120 << 23));
+        return v & 128 ? -magnitude : magnitude;
+    };
+    return {value(bytes & 0xff), value(bytes >> 8)};
 }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

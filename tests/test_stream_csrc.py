@@ -220,7 +220,7 @@ def test_ranks_out_of_range(on_cpu, tokens):
 @pytest.mark.parametrize("rank, tokens", [(16, 64), (64, 64), (32, 16)])
 def test_more_adapters_than_room(on_cpu, rank, tokens, adapters):
     c, weight, bias = case("plain", **SIZES | dict(slots=70, rank=rank, out=32, tokens=tokens), ranks=True)
-    adapters = min(adapters, 28) if rank == 64 else adapters  # shared memory
+    adapters = min(adapters, 28 if rank == 64 else 50 if tokens == 16 else 64)  # shared memory
     check(on_cpu, c, weight, bias, adapters=adapters)
     check(on_cpu, replace(c, ids=c.ids.long()), weight, bias.float(), adapters=adapters)
     check(on_cpu, replace(c, ids=c.ids.repeat_interleave(2)[::2]), weight, adapters=adapters)
@@ -381,15 +381,14 @@ FAULTS = {
     "a stage is given back too early": (
         [
             (
-                "            multiplied(d); // they take less time than W takes to arrive: a stage is given back at once\n"
-                "            release(step, ring.stage, x_ring.stage);\n",
-                "            release(step, ring.stage, x_ring.stage);\n            multiplied(d);\n",
+                "                multiplies_wait<1>();\n                if (step > 0) release(step - 1, ring.before(), x_ring.before());\n",
+                "                release(step, ring.stage, x_ring.stage);\n                multiplies_wait<1>();\n",
             )
         ],
         {},
     ),
-    "W is fetched a use of a stage ahead": ([("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", "")], {}),
-    "x is fetched a use of a stage ahead": ([("        wait(s.x_empty[ring.stage], ring.phase ^ 1);\n", "")], {}),
+    "W is fetched a use of a stage ahead": ([("        wait((w ? s.empty : s.x_empty)", "        if (!w) wait((w ? s.empty : s.x_empty)")], {}),
+    "x is fetched a use of a stage ahead": ([("        wait((w ? s.empty : s.x_empty)", "        if (w) wait((w ? s.empty : s.x_empty)")], {}),
     "h is read before it is made": ([("    if (p.flags & OVERLAP) wait_for_producer(); // it makes h\n", "")], {}),
     "x is read before it is made": (
         [
@@ -413,28 +412,28 @@ FAULTS = {
     "B is not waited for": ([("        copies_wait<0>();\n", "")], {}),
     "B comes to where the one before is still read": (
         [
-            ("        any_of<MATH + HELPERS>(1, false); // more adapters than there is room for\n", ""),
-            ("        if (first + p.adapters < s.count) any_of<MATH + HELPERS>(1, false);\n", ""),
+            ("        any_of<MATH + S::HELPERS>(1, false); // more adapters than there is room for\n", ""),
+            ("        if (first + p.adapters < s.count) any_of<MATH + S::HELPERS>(1, false);\n", ""),
         ],
         {},
     ),
     "B comes to where the rings are still read": (
         [
-            ("        any_of<MATH + HELPERS>(1, false);\n        load_factors", "        load_factors"),
-            ("    if (p.flags & LATE) any_of<MATH + HELPERS>(1, false); // the rings are read\n", ""),
+            ("        any_of<MATH + S::HELPERS>(1, false);\n        load_factors", "        load_factors"),
+            ("    if (p.flags & LATE) any_of<MATH + S::HELPERS>(1, false); // the rings are read\n", ""),
         ],
         dict(late=True),
     ),
     "W is converted over what is still multiplied": ([("        wait(s.used[ring.stage], ring.phase ^ 1);\n", "")], dict(e4m3=True)),
     "W is converted before it has arrived": ([("        wait(s.full[raw.stage], raw.phase);\n", "")], dict(e4m3=True)),
-    "W is fetched over what is not converted": ([("        wait(s.empty[ring.stage], ring.phase ^ 1);\n", "")], dict(e4m3=True)),
+    "W is fetched over what is not converted": ([("        wait((w ? s.empty", "        if (!w) wait((w ? s.empty")], dict(e4m3=True)),
     "the matrix units do not see what was converted": ([("        written_for_matrix_units();\n", "")], dict(e4m3=True)),
     "a warp's part is multiplied before it is converted": (
         [
             ("            arrive(s.converted[ring.stage]);\n", ""),
             (
-                "        const u32 from = shared_address(room.raw",
-                "        if (lane == 0) arrive(s.converted[ring.stage]);\n        const u32 from = shared_address(room.raw",
+                "        wait(s.used[ring.stage], ring.phase ^ 1);\n",
+                "        wait(s.used[ring.stage], ring.phase ^ 1);\n        if (lane == 0) arrive(s.converted[ring.stage]);\n",
             ),
         ],
         dict(e4m3=True),

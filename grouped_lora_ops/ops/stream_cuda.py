@@ -13,7 +13,8 @@ from ..launch_linear import StreamConfig
 from . import linear_cuda
 from .common import slice_starts, stride
 
-THREADS, LORA_THREADS, CONVERTERS, MAX_SLICES, BOX_BYTES = 192, 96, 256, 8, 128
+THREADS, HELPERS, MAX_SLICES, BOX_BYTES = 192, 96, 8, 128
+CONVERTERS, HELPERS_BESIDE = 256, 64  # where W is e4m3
 MAX_SHARED = 227 * launch_linear.KB
 IDS64, BIAS32, OVERLAP, NEXT, LATE, POWERS = 1, 2, 4, 8, 16, 32
 E4M3 = (torch.float8_e4m3fn, torch.uint8)
@@ -92,6 +93,6 @@ def product(
         0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), height,
         scales, *[stride(scales, axis) for axis in range(3)],
     )  # fmt: skip
-    threads = THREADS + (LORA_THREADS if rank else 0) + (CONVERTERS if config.e4m3 else 0)
+    threads = THREADS + (CONVERTERS if config.e4m3 else 0) + ((HELPERS_BESIDE if config.e4m3 else HELPERS) if rank else 0)
     cuda.launch(function, (blocks * tiles, 1, 1), threads, LAYOUT, values, shared=shared, pdl=overlap)
     return True
