@@ -78,9 +78,9 @@ template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
 
 template <u32 ROWS_, u32 BN_, u32 RANKS_, bool E4M3_> struct Sizes {
     static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
-    static constexpr bool E4M3 = E4M3_;
-    static constexpr u32 HELPERS = E4M3 ? 64 : 96, CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (E4M3 ? CONVERTERS : 0);
-    static constexpr u32 CONVERTED = ROWS == 64 && BN == 32 ? 4 : 2; // stages of W in bf16
+    static constexpr bool E4M3 = E4M3_, CONVERTS = E4M3 && ROWS > 16; // by warps of their own
+    static constexpr u32 HELPERS = CONVERTS ? 64 : 96, CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (CONVERTS ? CONVERTERS : 0);
+    static constexpr u32 CONVERTED = BN == 32 ? 4 : 2; // stages of W in bf16
     static constexpr u32 BK = ROWS == 16 ? 256 : 128; // columns of D of a stage
     static constexpr u32 W_BYTES = BN * BK * 2, RAW_BYTES = E4M3 ? W_BYTES / 2 : W_BYTES, X_BYTES = ROWS * BK * 2; // of a stage
     static constexpr u32 PARTS = RAW_BYTES / (BN * 128);                                                              // of W's rows, 128 bytes each
@@ -315,8 +315,8 @@ template <class S> __device__ __forceinline__ void help(const Params &p, const R
 template <class S> __device__ __forceinline__ void multiply(const Params &p, const Room &room, const Block &block, float (&d)[4 * S::TILES]) {
     Shared &s = *room.s;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (p.features + S::BK - 1) / S::BK;
-    const u32 stages = S::E4M3 ? S::CONVERTED : p.stages;
-    u64 *const full = S::E4M3 ? s.converted : s.full, *const empty = S::E4M3 ? s.used : s.empty;
+    const u32 stages = S::CONVERTS ? S::CONVERTED : p.stages;
+    u64 *const full = S::CONVERTS ? s.converted : s.full, *const empty = S::CONVERTS ? s.used : s.empty;
     auto release = [&](u32 step, u32 stage, u32 x_stage) { // where somebody waits
         if (lane == 0 && step + stages < steps) arrive(empty[stage]);
         if (lane == 0 && step + p.x_stages < steps) arrive(s.x_empty[x_stage]);
@@ -330,6 +330,7 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
     float total[S::E4M3 ? 4 * S::TILES : 1];
     Scales scales;
     float scale = 1.0f;
+    auto powers_of = [&](float v) { return p.flags & POWERS ? (__float_as_uint(v) >> 16) * 0x10001 : 0x3f803f80; };
     if constexpr (S::E4M3)
 #pragma unroll
         for (u32 i = 0; i < 4 * S::TILES; ++i) total[i] = 0.0f;
@@ -343,17 +344,31 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
         // Every product waits for the one before. Behind the first of four what the next four need is loaded: more often, and a product
         // would wait for loads that were issued just ahead of it.
         static constexpr u32 QUARTERS = S::BK / 64;
-        const u32 w_row = warp * 8 + lane % 8, x_row = lane % 16;
+        const u32 w_row = warp * 8 + (S::E4M3 ? lane / 4 : lane % 8), x_row = lane % 16;
         struct Four { u32 w[2][4], x[4][4]; } four[2]; // products: of a quarter of a stage
         auto load = [&](Four &to, u32 quarter) {
             const u32 x_at = shared_address(room.x + x_ring.stage * S::X_BYTES) + quarter * (S::ROWS * 128) + x_row * 128;
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) load_matrix4(to.x[i], x_at + ((2 * i + lane / 16) ^ x_row) % 8 * 16);
-            const u32 w_at = shared_address(room.w + ring.stage * S::W_BYTES) + quarter * (S::BN * 128) + w_row * 128;
+            const u32 w_at = shared_address(room.raw + ring.stage * S::RAW_BYTES) + quarter * S::PARTS / QUARTERS * (S::BN * 128) + w_row * 128;
+            if constexpr (S::E4M3) { // two times two bytes of each 16
 #pragma unroll
-            for (u32 i = 0; i < 2; ++i) load_matrix4(to.w[i], w_at + ((4 * i + lane / 8) ^ w_row) % 8 * 16);
+                for (u32 i = 0; i < 4; ++i) {
+                    const u32 from = w_at + ((quarter % 2 * 4 + i) ^ w_row % 8) * 16 + lane % 4 * 2;
+                    to.w[i / 2][i % 2 * 2] = load2(from), to.w[i / 2][i % 2 * 2 + 1] = load2(from + 8);
+                }
+            } else {
+#pragma unroll
+                for (u32 i = 0; i < 2; ++i) load_matrix4(to.w[i], w_at + ((4 * i + lane / 8) ^ w_row) % 8 * 16);
+            }
         };
-        auto add = [&](const Four &v, u32 i) { bf16::mma(d, v.x[i], v.w[i / 2][i % 2 * 2], v.w[i / 2][i % 2 * 2 + 1]); };
+        auto add = [&](const Four &v, u32 i, u32 powers) {
+            u32 b[2] = {v.w[i / 2][i % 2 * 2], v.w[i / 2][i % 2 * 2 + 1]};
+            if constexpr (S::E4M3)
+#pragma unroll
+                for (u32 &part : b) part = bf16_of_e4m3((u16)part, powers);
+            bf16::mma(d, v.x[i], b[0], b[1]);
+        };
         arrived();
         load(four[0], 0);
 #pragma unroll 1
@@ -362,8 +377,9 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
 #pragma unroll
             for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
                 const Four &mine = four[quarter % 2];
-                if (apart && quarter % 2 == 0) scale = scales.of(p, block, step * (S::BK / BLOCK) + quarter / 2);
-                add(mine, 0);
+                if (S::E4M3 && quarter % 2 == 0) scale = scales.of(p, block, step * (S::BK / BLOCK) + quarter / 2);
+                const u32 powers = powers_of(scale);
+                add(mine, 0, powers);
                 if (quarter == QUARTERS - 1) {
                     next();
                     if (step + 1 < steps) arrived();
@@ -371,7 +387,7 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
                 }
                 load(four[(quarter + 1) % 2], (quarter + 1) % QUARTERS); // behind the last stage of what lies there
 #pragma unroll
-                for (u32 i = 1; i < 4; ++i) add(mine, i);
+                for (u32 i = 1; i < 4; ++i) add(mine, i, powers);
                 if (apart && quarter % 2) add_block(scale);
             }
             release(step, stage, x_stage);
@@ -499,7 +515,7 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Room room;
     room.w = memory + (-shared_address(memory) & 1023);
-    room.raw = S::E4M3 ? room.w + S::CONVERTED * S::W_BYTES : room.w;
+    room.raw = S::CONVERTS ? room.w + S::CONVERTED * S::W_BYTES : room.w;
     room.x = room.raw + p.stages * S::RAW_BYTES;
     room.s = (Shared *)(room.x + p.x_stages * S::X_BYTES);
     room.h = (u8 *)room.s + (sizeof(Shared) + 15) / 16 * 16;
@@ -510,7 +526,7 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
         auto make = [](u64 &barrier, u32 count) { barrier_init(shared_address(&barrier), count); };
         if (i < p.stages) make(room.s->full[i], 1), make(room.s->empty[i], MATH / 32); // a group of converters are as many
         if (i < p.x_stages) make(room.s->x_full[i], 1), make(room.s->x_empty[i], MATH / 32);
-        if (S::E4M3 && i < S::CONVERTED) make(room.s->converted[i], GROUP / 32), make(room.s->used[i], MATH / 32);
+        if (S::CONVERTS && i < S::CONVERTED) make(room.s->converted[i], GROUP / 32), make(room.s->used[i], MATH / 32);
         barrier_init_fence();
     }
     __syncwarp();
@@ -528,8 +544,8 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     } else if (threadIdx.x < HELP) {
         if (threadIdx.x == FETCH) go_on<S>(p, room, block, true);
         if (threadIdx.x == FETCH_X) go_on<S>(p, room, block, false);
-    } else if (S::E4M3 && threadIdx.x >= S::CONVERT) {
-        if constexpr (S::E4M3) convert<S>(p, room, block);
+    } else if (S::CONVERTS && threadIdx.x >= S::CONVERT) {
+        if constexpr (S::CONVERTS) convert<S>(p, room, block);
     } else if constexpr (S::RANKS > 0) help<S>(p, room, block);
 }
 

@@ -391,6 +391,12 @@ inline void store16(u32 to, uint4 v) {
     memcpy(cpu::at(to, 16), &v, 16);
     cpu::unfenced[chunk] = 1, cpu::lane().unfenced.push_back(chunk);
 }
+inline u32 load2(u32 from) {
+    u16 v;
+    if (from % 2) cpu::fail("a load that is not aligned");
+    memcpy(&v, cpu::at(from, 2), 2);
+    return v;
+}
 inline uint4 load16(u32 from) {
     uint4 v;
     if (from % 16) cpu::fail("a load that is not aligned");

@@ -13,8 +13,7 @@ from ..launch_linear import StreamConfig
 from . import linear_cuda
 from .common import slice_starts, stride
 
-THREADS, HELPERS, MAX_SLICES, BOX_BYTES = 192, 96, 8, 128
-CONVERTERS, HELPERS_BESIDE = 256, 64  # where W is e4m3
+MAX_SLICES, BOX_BYTES = 8, 128
 MAX_SHARED = 227 * launch_linear.KB
 IDS64, BIAS32, OVERLAP, NEXT, LATE, POWERS = 1, 2, 4, 8, 16, 32
 E4M3 = (torch.float8_e4m3fn, torch.uint8)
@@ -46,6 +45,13 @@ def fits(
     if sizes is not None and any(start % launch_linear.STREAM_COLUMNS for start in accumulate(sizes[:-1])):
         return False
     return linear_cuda.fits(x, w, h, b, bias, out, sizes, E4M3)
+
+
+def _threads(config: StreamConfig, lora: bool) -> int:
+    """Those that multiply, that fetch, that convert, and that make LoRA ready."""
+    if config.e4m3 and config.rows > 16:
+        return 128 + 64 + 256 + (64 if lora else 0)
+    return 128 + 64 + (96 if lora else 0)
 
 
 def product(
@@ -93,6 +99,6 @@ def product(
         0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES), height,
         scales, *[stride(scales, axis) for axis in range(3)],
     )  # fmt: skip
-    threads = THREADS + (CONVERTERS if config.e4m3 else 0) + ((HELPERS_BESIDE if config.e4m3 else HELPERS) if rank else 0)
+    threads = _threads(config, rank > 0)
     cuda.launch(function, (blocks * tiles, 1, 1), threads, LAYOUT, values, shared=shared, pdl=overlap)
     return True
