@@ -1,19 +1,21 @@
 // y = x Wᵀ + scaling · h Bᵀ + bias for a few rows (up to 128), in one accumulator: W streams by TMA, LoRA is made ready beside it.
 //
-// A block has all rows of BN columns of y, or from 65 rows on half of them. Four warps multiply (16 rows: mma, eight columns a warp; 64: wgmma). One thread fetches
-// W by TMA and one x, each into a ring of stages of 128 columns of D; x, which is in the L2, arrives sooner and so needs fewer. With
-// LoRA three more warps find the adapters that occur, copy their B into shared memory, wait for the kernel ahead, which has meanwhile
-// made h in chunks, add these up, scale them and cut them into two bf16, high and low. Then a row's h meets every adapter's B that
-// occurs in its 16 rows, and keeps its own adapter's sum alone; so Inf and NaN stay with their rows.
+// A block has all rows of BN columns of y, or from 65 rows on half of them. Four warps multiply (16 rows: mma, eight columns a warp; 64:
+// wgmma). One thread fetches W by TMA and one x, each into a ring of stages of 128 columns of D (16 rows: 256); x, which is in the L2,
+// arrives sooner and so needs fewer. With LoRA three more warps (where W is converted, two) find the adapters that occur, copy their B
+// into shared memory, wait for the kernel ahead, which has meanwhile made h in chunks, add these up, scale them and cut them into two
+// bf16, high and low. Then a row's h meets every adapter's B that occurs in its 16 rows, and keeps its own adapter's sum alone; so Inf
+// and NaN stay with their rows.
 //
 // Shared memory is what the launch needs, so that blocks of the kernel ahead have room beside it. Where that leaves none for B (LATE),
 // B is called into the L2 at first and comes to where the rings were when they are no longer needed.
 //
-// W of e4m3 arrives as it is, in a ring of its own, and four more warps convert it into bf16, in a ring of a few stages that the products
-// read. A scale of e8m0 multiplies there; one of float32 a stage's sum, which starts from zero.
+// W of e4m3 arrives as it is. For up to 16 rows the warps that multiply convert it into bf16 in registers; for more, whose products read
+// shared memory, eight more warps do, into a ring of a few stages. Scales of e8m0 multiply W there; those of float32 a block's sum, which
+// starts from zero.
 //
-// The order of every sum is that of kernels/linear.py: one chain over D (or one a stage, added by an fma), then for each piece of
-// `rank_block` columns of h all of high before all of low.
+// The order of every sum is that of kernels/linear.py: one chain over D (or one a block of 128 columns, added by an fma), then for each
+// piece of `rank_block` columns of h all of high before all of low.
 #include "hopper.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -23,8 +25,8 @@ extern "C" __device__ const int available = 0;
 #endif
 
 static constexpr u32 MATH = 128, FETCH = MATH, FETCH_X = FETCH + 32, HELP = FETCH_X + 32;
-static constexpr u32 CONVERTERS = 256, GROUP = 128;      // each of two groups has every other stage, so rings of even lengths
-static constexpr u32 BLOCK = 128;                        // rows and columns of W that share a scale
+static constexpr u32 CONVERTERS = 256, GROUP = 128; // each of two groups has every other stage, so rings of even lengths
+static constexpr u32 BLOCK = 128; // rows and columns of W that share a scale
 static constexpr u32 MAX_ROWS = 64, MAX_SLICES = 8, MAX_STAGES = 16, MAX_CONVERTED = 4;
 static constexpr u32 IDS64 = 1, BIAS32 = 2, OVERLAP = 4, NEXT = 8, LATE = 16, POWERS = 32; // POWERS: scales are e8m0
 
@@ -45,7 +47,7 @@ struct __align__(64) Params {
     u32 slices;
     u32 starts[MAX_SLICES + 1];
     u32 height; // rows of a block, a multiple of 8
-    const void *scales;  // of W in e4m3: axes (group, 128 of n, 128 of d)
+    const void *scales; // of W in e4m3: axes (group, 128 of n, 128 of d)
     i64 s_g, s_n, s_d;
 };
 static_assert(sizeof(Params) == 512);
@@ -79,11 +81,12 @@ template <u32 BN> __device__ __forceinline__ Block block_of(const Params &p) {
 template <u32 ROWS_, u32 BN_, u32 RANKS_, bool E4M3_> struct Sizes {
     static constexpr u32 ROWS = ROWS_, BN = BN_, RANKS = RANKS_;
     static constexpr bool E4M3 = E4M3_, CONVERTS = E4M3 && ROWS > 16; // by warps of their own
-    static constexpr u32 HELPERS = CONVERTS ? 64 : 96, CONVERT = HELP + (RANKS ? HELPERS : 0), THREADS = CONVERT + (CONVERTS ? CONVERTERS : 0);
+    static constexpr u32 HELPERS = CONVERTS ? 64 : 96, CONVERT = HELP + (RANKS ? HELPERS : 0);
+    static constexpr u32 THREADS = CONVERT + (CONVERTS ? CONVERTERS : 0);
     static constexpr u32 CONVERTED = BN == 32 ? 4 : 2; // stages of W in bf16
     static constexpr u32 BK = ROWS == 16 ? 256 : 128; // columns of D of a stage
     static constexpr u32 W_BYTES = BN * BK * 2, RAW_BYTES = E4M3 ? W_BYTES / 2 : W_BYTES, X_BYTES = ROWS * BK * 2; // of a stage
-    static constexpr u32 PARTS = RAW_BYTES / (BN * 128);                                                              // of W's rows, 128 bytes each
+    static constexpr u32 PARTS = RAW_BYTES / (BN * 128); // of W's rows, 128 bytes each
     // rows of h and of B: and 16 bytes more, so that eight rows lie in different banks
     static constexpr u32 H_PITCH = 4 * RANKS + 16, B_PITCH = 2 * RANKS + 16, FACTOR = BN * B_PITCH;
     static constexpr u32 WARP_COLUMNS = ROWS == 16 ? BN / 4 : BN, TILES = WARP_COLUMNS / 8;

@@ -171,8 +171,8 @@ def has_tensor_maps() -> bool:
 
 
 def tensor_map(t: Tensor, order: Sequence[int], box: Sequence[int], pad: int = 0) -> list[int]:
-    """The 16 words of a tensor map of t (bf16, or elements of a byte), axes in `order`, the first of unit stride, swizzled rows of 128 bytes; axes of size 1
-    behind them, up to `pad` in all.
+    """The 16 words of a tensor map of t (bf16, or elements of a byte), axes in `order`, the first of unit stride, swizzled rows of 128
+    bytes; axes of size 1 behind them, up to `pad` in all.
 
     Its first word is t's address, so a launch gives t as the pointer there. Only where `has_tensor_maps`.
     """

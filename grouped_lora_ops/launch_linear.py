@@ -193,20 +193,20 @@ def _factor(c: StreamConfig, ranks: int) -> int:
 def stream(p: Problem, e4m3: bool = False) -> StreamConfig:
     """A block of 32 columns for every multiprocessor, or two; with many rows, whose x costs as much as W, of 64 where these are enough.
 
-    48 KB and more of W are under way on a multiprocessor. The rest of its shared memory is for the shrink ahead, beside which
-    the stream of W begins.
+    48 KB and more of W are under way on a multiprocessor, of e4m3, whose products take longer than its bytes, 32. The rest of its
+    shared memory is for the shrink ahead, beside which the stream of W begins.
     """
     ranks = stream_ranks(p.rank if p.slots else 0)
     wide = cdiv(p.tokens, 64) * p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms
     # without LoRA a wave of blocks of 64 columns is faster than two of 32 on each multiprocessor (8 groups, T = 1 to 16: 20.1 µs, 24.0)
-    one_wave = (ranks == 0 or e4m3) and wide and p.groups * cdiv(p.out_features, 64) <= p.sms
+    one_wave = ranks == 0 and not e4m3 and wide and p.groups * cdiv(p.out_features, 64) <= p.sms
     rows = 16 if p.tokens <= 16 and not one_wave else 64
     block_n = 64 if rows == 64 and wide else 32
-    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms and not e4m3  # blocks on a multiprocessor
-    if e4m3:
-        stages, x_stages = (4, 3) if rows == 16 else (8, 5) if block_n == 32 else (6, 3)
-    elif rows == 16:
-        stages, x_stages = (3, 2) if two else (4, 3)
+    two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms and (rows == 16 or not e4m3)  # blocks on a multiprocessor
+    if rows == 16:
+        stages, x_stages = (3, 3) if two else (5, 4) if p.tokens > 8 and not e4m3 else (4, 3)
+    elif e4m3:
+        stages, x_stages = (6, 5) if block_n == 32 else (6, 3)
     else:
         stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
     config = StreamConfig(rows, block_n, stages, x_stages, 0, has_pdl(p.arch), e4m3=e4m3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -331,18 +332,21 @@ def test_choices_fit_into_shared_memory():
             if tokens > 64 and groups * columns != 4096:  # two blocks of rows are more than one wave, or few
                 assert launch_linear.linear(Problem("sm_90", 132, 2, tokens, groups, 4096, columns, 16, 8)).stream is None
                 continue
-            for rank in (0, 8, 16, 24, 64):
+            for rank, choose in itertools.product((0, 8, 16, 24, 64), (launch_linear.linear, launch_linear.scaled)):
                 for slots in (0, 1, 8, 300):
                     p = Problem("sm_90", 132, 2, tokens, groups, 4096, columns, rank, slots)
-                    chosen = launch_linear.linear(p).stream
+                    chosen = choose(p).stream
+                    assert chosen.e4m3 == (choose is launch_linear.scaled)
+                    assert not chosen.e4m3 or chosen.rows == 16 or chosen.stages % 2 == 0
                     assert chosen.rows * (1 + (tokens > 64)) >= tokens and 16 >= chosen.stages >= chosen.x_stages >= 2
                     ranks = stream_ranks(rank if slots else 0)
                     assert launch_linear.STREAM_FIXED + launch_linear.stream_bytes(chosen, ranks) <= 172 * KB
                     assert chosen.adapters <= min(tokens, slots) and (chosen.adapters > 0) == (ranks > 0)
-    for other in (dict(tokens=129), dict(rank=72), dict(arch="sm_100"), dict(itemsize=4)):
-        p = replace(Problem("sm_90", 132, 2, 8, 4, 4096, 1024, 16, 8), **other)
-        assert launch_linear.linear(p).stream is None
-    assert launch_linear.linear(p, True).stream is None
+    p = Problem("sm_90", 132, 2, 8, 4, 4096, 1024, 16, 8)
+    for choose in (launch_linear.linear, launch_linear.scaled):
+        for other in (dict(tokens=129), dict(rank=72), dict(arch="sm_100"), dict(itemsize=4)):
+            assert choose(replace(p, **other)).stream is None
+        assert choose(p).stream is not None and choose(p, True).stream is None and choose(p, False, True).stream is None
 
 
 def test_random_choices():
@@ -360,14 +364,14 @@ def test_random_choices():
             draw.randint(0, 64),
         )
         p = Problem("sm_90", draw.choice((1, 16, 78, 114, 132)), 2, tokens, groups, features, columns, rank, slots)
-        config, tiles = launch_linear.linear(p), launch_linear.tiles(p)
+        e4m3 = draw.random() < 0.3
+        config, tiles = launch_linear.scaled(p) if e4m3 else launch_linear.linear(p), launch_linear.tiles(p)
         chosen, ranks = config.stream, stream_ranks(rank if slots else 0)
         used = launch_linear.STREAM_FIXED + launch_linear.stream_bytes(chosen, ranks)
-        blocks = 2 if chosen.block_n == 32 and groups * -(-columns // 32) > p.sms else 1
+        blocks = 2 if chosen.block_n == 32 and groups * -(-columns // 32) > p.sms and (chosen.rows == 16 or not e4m3) else 1
         assert used * blocks <= 227 * KB and min(chosen.stages, chosen.x_stages) >= 2, p
         if chosen.late:
-            rings = 256 * (chosen.stages * chosen.block_n + chosen.x_stages * chosen.rows)
-            assert chosen.adapters * launch_linear._factor(chosen, ranks) <= rings, p
+            assert chosen.adapters * launch_linear._factor(chosen, ranks) <= launch_linear._rings(chosen), p
         assert (config.shrink is None) == (tiles.shrink is None), p
         if config.shrink is not None:
             assert 2 <= config.shrink.num_stages <= tiles.shrink.num_stages, p
