@@ -552,12 +552,15 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
     } else if constexpr (S::RANKS > 0) help<S>(p, room, block);
 }
 
-// Few registers, so that the kernel ahead has some. Where 96 are too few, a little is spilled by them; e4m3 needs no second block on a
-// multiprocessor, but without a limit ptxas takes registers until it spills, so blocks are said to be larger than they are.
+// Few registers, so that the kernel ahead has some. Where 96 are too few, a little is spilled by them. Beside warps that convert there is
+// no second block, but without a limit ptxas takes registers until it spills, so these blocks are said to be larger than they are.
 constexpr bool many_registers(u32 columns, u32 ranks) { return columns == 64 && ranks && ranks < 64; }
+template <class S> struct Bounds {
+    static constexpr u32 THREADS = S::CONVERTS && S::BN == 32 ? 544 : S::THREADS, BLOCKS = S::CONVERTS || many_registers(S::BN, S::RANKS) ? 1 : 2;
+};
 #define KERNEL(name, rows, columns, ranks, e4m3)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(e4m3 && columns == 32 ? 544 : Sizes<rows, columns, ranks, e4m3>::THREADS,        \
-                                                 e4m3 || many_registers(columns, ranks) ? 1 : 2) name(const __grid_constant__ Params p) {           \
+    extern "C" __global__ void __launch_bounds__(Bounds<Sizes<rows, columns, ranks, e4m3>>::THREADS,                                                \
+                                                 Bounds<Sizes<rows, columns, ranks, e4m3>>::BLOCKS) name(const __grid_constant__ Params p) {        \
         run<Sizes<rows, columns, ranks, e4m3>>(p);                                                                                                  \
     }
 #else
