@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import FORMS, NAN, assert_bits
 from conftest import poisoned
-from linear_cases import case, check
+from linear_cases import case, check, check_scaled, random_scaled, scaled_case
 from test_linear_cuda import captured, dense, linear, replay
 
 import grouped_lora_ops as gl
@@ -42,14 +42,16 @@ WAYS = {
 def choose(monkeypatch):
     """choose("late"): csrc/stream.cu takes every product that it can, in this way; None: none. Returns what its
     launches have answered since."""
-    chosen, product, answers = launch_linear.linear, stream_cuda.product, []
+    chosen, product, answers = {name: getattr(launch_linear, name) for name in ("linear", "scaled")}, stream_cuda.product, []
 
     def apply(way: str | None) -> list:
-        def changed(p, *how):
-            c = chosen(p, *how)
-            return replace(c, stream=None if way is None or c.stream is None else WAYS[way](c.stream))
+        for name, choice in chosen.items():
 
-        monkeypatch.setattr(launch_linear, "linear", changed)
+            def changed(p, *how, choice=choice):
+                c = choice(p, *how)
+                return replace(c, stream=None if way is None or c.stream is None else WAYS[way](c.stream))
+
+            monkeypatch.setattr(launch_linear, name, changed)
         common.configured.cache_clear()
         prepared.forget()
         answers.clear()
@@ -106,6 +108,71 @@ def test_the_bits_of_the_triton_kernels(both, form, way):
         bias = None if i % 3 == 2 else bias.float() if i % 3 else bias
         got, want = both(lambda x=x, rest=(weight, a, b, ids, scalings, bias, sizes, ranks): linear(x, *rest), way)
         assert_bits(got, want, f"{tokens} {slots} {features} {out} {rank}")
+
+
+E8M0 = pytest.mark.parametrize("e8m0", [False, True], ids=["float32 scales", "e8m0 scales"])
+
+
+def scaled_problem(tokens, e8m0, **shape):
+    """(x, e4m3 weight, a, b, ids, scalings, bias, scales)."""
+    x, weight, scale, *rest = random_scaled("cuda", tokens=tokens, e8m0=e8m0, **shape)
+    return x, weight, *rest, scale
+
+
+@gpu
+@E8M0
+@pytest.mark.parametrize("form", FORMS)
+def test_exact_with_e4m3(kernels, both, choose, form, e8m0):
+    answers = choose("chosen")
+    shapes = ((2, 16, 8, 8), (1, 128, 256, 16), (3, 528, 392, 24), (8, 1024, 512, 64), (40, 272, 264, 8), (100, 4096, 1024, 40))
+    for tokens in (1, 7, 16, 17, 64):
+        for slots, features, out, rank in shapes:
+            c, weight, scale, bias = scaled_case(
+                form, e8m0=e8m0, tokens=tokens, slots=slots, features=features, out=out, rank=rank, ranks=True,
+                sizes=[out // 64 * 64, 192, 8], device="cuda",
+            )  # fmt: skip
+            check_scaled(kernels, c, weight, scale, bias, f"{tokens} {slots} {features} {out} {rank}")
+    assert answers == [True] * 5 * len(shapes)
+
+
+@gpu
+@E8M0
+@pytest.mark.parametrize("way", WAYS)
+def test_the_bits_of_the_triton_kernels_with_e4m3(both, way, e8m0):
+    for i, tokens in enumerate((1, 2, 8, 15, 16, 17, 33, 64)):
+        slots, features, out, rank = (2, 400, 136, 16), (5, 4096, 264, 64), (40, 1040, 512, 24)[i % 3]
+        shape = dict(features=features, out=out, slots=slots, rank=rank, groups=4)
+        x, weight, a, b, ids, scalings, bias, scale = scaled_problem(tokens, e8m0, **shape)
+
+        def call(rest=(x, weight, a, b, ids, scalings, bias), scale=scale):
+            return torch.ops.grouped_lora.linear(*rest, None, None, None, scale)
+
+        got, want = both(call, way)
+        assert_bits(got, want, f"{tokens} {slots} {features} {out} {rank}")
+
+
+@gpu
+@E8M0
+def test_every_number_of_rows_of_e4m3(both, choose, e8m0):
+    """Up to 64 (128 where two blocks of rows are one wave) by csrc/stream.cu, behind them by others: with the same bits. Zero adapters
+    leave the base's."""
+    for groups, out, most in ((4, 384, 64), (1, 4096, 128)):
+        x, weight, a, b, ids, scalings, bias, scale = scaled_problem(300, e8m0, features=1040, out=out, slots=5, rank=48, groups=groups)
+
+        def run(rows, a, b, rest=(x, weight, ids, scalings, bias, scale)):
+            x, weight, ids, scalings, bias, scale = rest
+            return torch.ops.grouped_lora.linear(x[rows], weight, a, b, ids[rows], scalings, bias, None, None, None, scale)
+
+        choose("chosen")
+        batch, parent = run(slice(0, 300), a, b), run(slice(0, 300), a[:, :0], b[..., :0])
+        assert_bits(batch[ids < 0], parent[ids < 0], "without an adapter")
+        for tokens in (*range(1, 20), 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200):
+            answers = choose("chosen")
+            rows = slice(tokens % 7, tokens % 7 + tokens)
+            assert_bits(run(rows, a, b), batch[rows], f"T = {tokens}")
+            assert_bits(run(rows, a, b * 0), parent[rows], f"zero adapters, T = {tokens}")
+            assert_bits(run(rows, a[:, :0], b[..., :0]), parent[rows], f"without LoRA, T = {tokens}")
+            assert bool(answers) == (tokens <= most) and all(answers)
 
 
 def check_rows(choose, problem, counts, most):
@@ -185,6 +252,8 @@ def test_a_chain_of_ops_that_start_beside_one_another(both, choose, tokens):
     x, weight, a, b, ids, scalings, _, _, _ = dense("plain", tokens, 6, 512, 512, 16)
     experts, wide = torch.empty(8, 512, 512, dtype=BF16, device="cuda"), torch.empty(6, 8, 16, 512, dtype=BF16, device="cuda")
     tall, route = torch.empty(6, 8, 512, 16, dtype=BF16, device="cuda"), torch.zeros(tokens, 2, dtype=torch.int64, device="cuda")
+    small = torch.randn(512, 512, device="cuda").mul_(512**-0.25).to(torch.float8_e4m3fn)
+    scale = torch.ones(4, 4, device="cuda").to(torch.float8_e8m0fnu)
 
     def change(seed):
         g = torch.Generator(device="cuda").manual_seed(seed)
@@ -205,7 +274,9 @@ def test_a_chain_of_ops_that_start_beside_one_another(both, choose, tokens):
         between()
         y = gl.expert_linear(y, experts, wide, tall, route, ids, scalings)
         between()
-        y = linear(y[::2], weight, a, b, ids, scalings)
+        y = gl.linear(y[::2], small, a, b, ids, scalings, weight_scale=scale)
+        between()
+        y = linear(y, weight, a, b, ids, scalings)
         between()
         return gl.delta(y, a, b, ids, scalings, base=y)
 
@@ -228,6 +299,17 @@ def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
         for i in (0, 1, 2, 3, 0):
             assert_bits(linear(*sets[i]), wanted[i], f"T {tokens}, set {i}")
         assert answers == [True], "four of five are repeated"
+        scaled = [scaled_problem(tokens, True, features=512, out=256, slots=4) for _ in range(3)]
+        for i, one in enumerate(scaled):
+            one[1].view(torch.uint8).bitwise_xor_(i)
+        choose(None)
+        calls = [(*rest, None, None, None, scale) for *rest, scale in scaled]
+        wanted = [torch.ops.grouped_lora.linear(*rest) for rest in calls]
+        answers = choose("chosen")
+        with torch.inference_mode():
+            for i in (0, 1, 2, 0):
+                assert_bits(torch.ops.grouped_lora.linear(*calls[i]), wanted[i], f"e4m3, T {tokens}, set {i}")
+        assert answers == [True]
 
 
 @pytest.mark.parametrize("missing", ["module", "available", "tensor maps"])
