@@ -131,7 +131,7 @@ def with_scales(weight: Tensor, integers: bool, dtype: torch.dtype = torch.float
         scale = 2.0 ** (torch.arange(math.prod(blocks), device=weight.device) % 3 - 1).view(blocks).float()
         small = weight.float()
     else:
-        largest = torch.nn.functional.max_pool2d(weight.float().abs().flatten(0, -3), 128, ceil_mode=True)
+        largest = torch.nn.functional.max_pool2d(weight.float().abs().view(-1, *weight.shape[-2:]), 128, ceil_mode=True)
         scale = (largest / 448).view(blocks)
         if dtype != torch.float32:
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
