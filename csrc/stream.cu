@@ -406,16 +406,19 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
                                   k_major(w_at + i / 4 * (S::BN * 128)) + i % 4 * K_MAJOR_16);
             multiplies_commit();
         };
-        if (apart) {
+        // A stage that is held longer is one less under way. Where there are few, and W comes from memory (of two blocks one reads it in the
+        // L2), that costs more than a stage's products that begin while those of the one before still run are worth.
+        const bool few = S::BN == 64 && (S::CONVERTS || p.rows <= p.height);
+        if (apart || few) {
 #pragma unroll 1
             for (u32 step = 0; step < steps; ++step, next()) {
                 issue();
-                scale = scales.of(p, block, step);
+                if (apart) scale = scales.of(p, block, step);
                 multiplied(d);
                 release(step, ring.stage, x_ring.stage);
-                add_block(scale);
+                if (apart) add_block(scale);
             }
-        } else { // a stage's products begin while those of the one before still run
+        } else {
 #pragma unroll 1
             for (u32 step = 0; step < steps; ++step, next()) {
                 issue();

@@ -204,11 +204,11 @@ def stream(p: Problem, e4m3: bool = False) -> StreamConfig:
     block_n = 64 if rows == 64 and wide else 32
     two = block_n == 32 and p.groups * cdiv(p.out_features, 32) > p.sms and (rows == 16 or not e4m3)  # blocks on a multiprocessor
     if rows == 16:
-        stages, x_stages = (3, 3) if two else (5, 4) if p.tokens > 8 and not e4m3 else (4, 3)
+        stages, x_stages = (3, 3) if two else (4, 3) if e4m3 or (ranks == 64 and p.tokens <= 8) else (5, 4)
     elif e4m3:
-        stages, x_stages = (6, 5) if block_n == 32 else (6, 3)
+        stages, x_stages = (4, 3) if block_n == 64 or ranks == 64 else (6, 5)
     else:
-        stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (7, 5)
+        stages, x_stages = (4, 3) if block_n == 64 or two else (5, 4) if ranks == 64 else (6, 5)
     config = StreamConfig(rows, block_n, stages, x_stages, 0, has_pdl(p.arch), e4m3=e4m3)
     if ranks == 0:
         return config
