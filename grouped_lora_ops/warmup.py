@@ -83,8 +83,8 @@ def run(
 
 
 def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bool) -> int:
-    def make(*size):
-        return torch.zeros(size, dtype=s.dtype, device=device)
+    def make(*size, dtype=s.dtype):
+        return torch.zeros(size, dtype=dtype, device=device)
 
     tokens = max(counts, default=0)
     groups = len(s.out_sizes) if s.out_sizes else s.groups
@@ -101,11 +101,10 @@ def _call(s: Shape, counts: list, ops: tuple, device: torch.device, backward: bo
         b, wide = make(1, groups, s.out_features, s.rank), (groups, s.out_features)
     a, b = (t.expand(s.num_slots, *t.shape[1:]) for t in (a, b))
     bias, base, weight = make(*wide), {}, None
-    if "linear" in ops and s.weight_scale is None:
-        weight = make(*wide, s.in_features)  # all of it: csrc/linear.cu's tensor map has no stride of 0
-    elif s.weight_scale is not None:
-        weight = make(s.in_features).to(torch.float8_e4m3fn).expand(*wide, -1)
-        blocks = [*wide[:-1], *[(size + 127) // 128 for size in weight.shape[-2:]]]
+    if "linear" in ops:  # all of it: the tensor maps of csrc/ have no stride of 0
+        weight = make(*wide, s.in_features, dtype=s.dtype if s.weight_scale is None else torch.float8_e4m3fn)
+    if s.weight_scale is not None:
+        blocks = [*wide[:-1], *[(size + 127) // 128 for size in (wide[-1], s.in_features)]]
         base = {"weight_scale": torch.ones(blocks, device=device).to(s.weight_scale)}
     all_ids = torch.zeros(tokens, dtype=s.id_dtype, device=device)
     scalings = torch.ones(s.num_slots, device=device)
