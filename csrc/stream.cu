@@ -556,7 +556,7 @@ template <class S> __device__ __forceinline__ void run(const Params &p) {
 }
 
 // Few registers, so that the kernel ahead has some. Where 96 are too few, a little is spilled by them. Beside warps that convert there is
-// no second block, but without a limit ptxas takes registers until it spills, so these blocks are said to be larger than they are.
+// no second block, but without a limit ptxas takes registers until it spills, so those of 32 columns are said to be larger than they are.
 constexpr bool many_registers(u32 columns, u32 ranks) { return columns == 64 && ranks && ranks < 64; }
 template <class S> struct Bounds {
     static constexpr u32 THREADS = S::CONVERTS && S::BN == 32 ? 544 : S::THREADS, BLOCKS = S::CONVERTS || many_registers(S::BN, S::RANKS) ? 1 : 2;

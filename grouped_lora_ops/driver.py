@@ -148,7 +148,7 @@ def pack(layout: str, values: Sequence) -> tuple[bytes, list[tuple[int, Tensor]]
 _TYPES, _SWIZZLE_128, _PROMOTE_256 = {1: 0, 2: 9}, 3, 3  # CUtensorMapDataType by size (bytes, bf16), CUtensorMapSwizzle, CUtensorMapL2promotion
 
 
-def _encode(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], itemsize: int = 2) -> list[int]:
+def _encode(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], itemsize: int) -> list[int]:
     rank = len(sizes)
     room = ctypes.create_string_buffer(128 + 64)
     start = (ctypes.addressof(room) + 63) // 64 * 64
@@ -166,7 +166,7 @@ def has_tensor_maps() -> bool:
     """Whether this driver makes tensor maps whose first word is the address, on which no other word depends."""
     if not hasattr(library(), "cuTensorMapEncodeTiled"):
         return False
-    first, second = (_encode(address, (64, 64), (128,), (64, 8)) for address in (1 << 30, 3 << 30))
+    first, second = (_encode(address, (64, 64), (128,), (64, 8), 2) for address in (1 << 30, 3 << 30))
     return first[0] == 1 << 30 and second[0] == 3 << 30 and first[1:] == second[1:]
 
 

@@ -44,7 +44,7 @@ class StreamConfig:
 
     rows: int  # a block's, 16 or 64; of more than 64 half as many each
     block_n: int
-    stages: int  # of W; of e4m3 an even number
+    stages: int  # of W; of e4m3 with 64 rows an even number
     x_stages: int
     adapters: int  # whose B there is room for; more come in turns
     next_early: bool  # the kernel behind it may start early
@@ -193,7 +193,7 @@ def _factor(c: StreamConfig, ranks: int) -> int:
 def stream(p: Problem, e4m3: bool = False) -> StreamConfig:
     """A block of 32 columns for every multiprocessor, or two; with many rows, whose x costs as much as W, of 64 where these are enough.
 
-    48 KB and more of W are under way on a multiprocessor, of e4m3, whose products take longer than its bytes, 32. The rest of its
+    40 KB and more of W are under way on a multiprocessor, of e4m3, whose products take longer than its bytes, 16 to 32. The rest of its
     shared memory is for the shrink ahead, beside which the stream of W begins.
     """
     ranks = stream_ranks(p.rank if p.slots else 0)
@@ -227,6 +227,8 @@ def _shrink_beside(p: Problem, config: ShrinkConfig | None, beside: StreamConfig
     if config.merge > 1 and block_r > 16:  # all ranks at once: fewer programs beside W's (wo_a r 64 T = 32: 23.4 µs, by 16 ranks 24.7)
         whole = launch.shrink_with(p, config.block_m, block_r, 64, 4, 6, True)
         config = replace(whole, pdl=config.pdl, merge=config.merge)
+    if beside.e4m3 and beside.block_n == 64:  # its 512 threads take all registers: nothing runs beside it
+        return replace(config, early=config.pdl)
     # with low ranks three stages are as good as four, so there is room for programs without rows, too (wo_a r 16 T = 64: 18.7 µs, 20.9)
     low = p.rank <= 16
     height = config.block_m // config.merge  # tokens of a tile
@@ -323,10 +325,10 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
         block_n = 64 if p.groups * cdiv(p.out_features, 64) >= 0.9 * p.sms else 32
         warps = 8 if block_m == 64 and not wgmma else 4
         config = scaled_with(p, ROWS, block_m, block_n=block_n, num_warps=warps, num_stages=12)
-        return _with_stream(p, config, transposed, fp16, True)
-    config = tiles(p, transposed, fp16)
-    block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
-    config = scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
+    else:
+        config = tiles(p, transposed, fp16)
+        block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
+        config = scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
     return _with_stream(p, config, transposed, fp16, True)
 
 

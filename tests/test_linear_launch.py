@@ -254,13 +254,14 @@ class Maps:
     """libcuda as far as tensor maps go. `calls`: what was asked; words: what a map holds behind its first word."""
 
     def __init__(self, words=lambda address: range(1, 16), first=lambda address: address):
-        self.calls, self.words, self.first, self.code = [], words, first, 0
+        self.calls, self.words, self.first, self.code, self.dtypes = [], words, first, 0, set()
 
     def cuTensorMapEncodeTiled(self, to, dtype, rank, address, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
         assert to % 64 == 0 and [type(v)._type_ for v in (sizes, strides, box, steps)] == [ctypes.c_uint64] * 2 + [ctypes.c_uint32] * 2
-        assert (dtype, interleave, swizzle, promotion, fill) == (9, 0, 3, 3, 0), "bf16, rows of 128 bytes swizzled, zeros outside"
+        assert (interleave, swizzle, promotion, fill) == (0, 3, 3, 0), "rows of 128 bytes swizzled, zeros outside"
         assert len(sizes) == len(box) == rank and len(strides) == rank - 1 and list(steps) == [1] * rank
         self.calls.append((address, list(sizes), list(strides), list(box)))
+        self.dtypes.add(dtype)
         ctypes.memmove(to, struct.pack("@16Q", self.first(address), *self.words(address)), 128)
         return self.code
 
@@ -294,8 +295,15 @@ def test_the_tensor_map_of_a_weight(maps, w, along_n, sizes, strides, box):
     """Axes (d, n, group, expert), or (n, d, …): sizes in elements, strides in bytes."""
     assert linear_cuda.transposed(w) == along_n
     words = linear_cuda._map_of(w, along_n, 256)
-    assert maps.calls == [(w.data_ptr(), sizes, strides, box)]
+    assert maps.calls == [(w.data_ptr(), sizes, strides, box)] and maps.dtypes == {9}, "bf16"
     assert words == [w.data_ptr(), *range(1, 16)]
+
+
+def test_the_tensor_map_of_an_e4m3_weight(maps):
+    """Its strides are its elements' number, its rows of 128 bytes twice as many elements; bytes as far as TMA is concerned."""
+    w = torch.empty(1, 3, 40, 256, dtype=torch.float8_e4m3fn)[..., 16:176]
+    driver.tensor_map(w, (3, 2, 1, 0), (128, 32, 1, 1))
+    assert maps.calls == [(w.data_ptr(), [160, 40, 3, 1], [256, 10240, 10240], [128, 32, 1, 1])] and maps.dtypes == {0}
 
 
 def test_an_address_that_the_driver_refuses_is_an_error(maps):

@@ -277,7 +277,7 @@ def test_every_byte_times_every_scale(kernels):
     assert torch.equal(want[plain].double(), exact[plain])
 
 
-SHAPES = [(1, 128, 128), (2, 256, 384), (3, 130, 200), (1, 257, 48), (2, 1, 1), (1, 60, 127), (1, 64, 1000)]
+SHAPES = [(1, 128, 128), (2, 256, 384), (3, 130, 200), (1, 257, 48), (2, 1, 1), (1, 60, 127), (1, 64, 1000), (1, 192, 128)]
 
 
 @pytest.mark.parametrize("layout", ["dense", "slice", "odd", "rows", "transposed", "scattered"])
@@ -341,6 +341,26 @@ def dequantize_launches(monkeypatch) -> list:
 
     monkeypatch.setattr(dequantize_module, "launch", counted)
     return seen
+
+
+def test_w_is_made_ahead_of_all_that_others_overlap(kernels, monkeypatch, ahead):
+    """A kernel that starts beside the one ahead may read whatever is older than that one's result: W must be."""
+    ahead("ahead")
+    order = []
+    for stem in ("dequantize", "shrink", "expand", "linear"):
+        module = importlib.import_module(f"grouped_lora_ops.kernels.{stem}")
+
+        def noted(*args, stem=stem, launch_it=module.launch):
+            order.append(stem)
+            return launch_it(*args)
+
+        monkeypatch.setattr(module, "launch", noted)
+    c, weight, scale, bias = scaled_case("wo_a", e8m0=True, tokens=5, features=140, out=20, device=kernels.device)
+    kernels.linear(*arguments(c, weight, bias), scale)
+    assert order == ["dequantize", "shrink", "linear"]
+    order.clear()
+    kernels.linear_backward(c.grad_y, c.x, weight, c.a, c.b, c.ids, c.scalings, bias, None, c.ranks, None, [True] + [False] * 4, scale)
+    assert order[0] == "dequantize" and order[-1] == "linear" and len(order) == 3
 
 
 @pytest.mark.parametrize("tokens", [launch_linear.DEQUANTIZE_TOKENS - 1, launch_linear.DEQUANTIZE_TOKENS])

@@ -171,6 +171,8 @@ def test_nothing_is_left_to_compile(keys, shape):
             assert keys == prepared, f"{name} at T = {tokens}"
     converts = any(getattr(key[0], "__name__", "") == "dequantize_kernel" for key in prepared)
     assert converts == (shape.weight_scale == torch.float8_e8m0fnu)
+    if shape.weight_scale is not None and not shape.out_sizes:
+        assert {f"stream_{rows}_32_{shape.rank}_e4m3" for rows in (16, 64)} <= prepared, "csrc/stream.cu"
     if shape in (SHAPES["one slot"], SHAPES["qkv"]):
         assert {f"stream_{rows}_32_{shape.rank}" for rows in (16, 64)} <= prepared, "csrc/stream.cu"
         names = {key for key in prepared if isinstance(key, str) and key.startswith("linear_bf16")}

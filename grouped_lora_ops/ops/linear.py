@@ -47,8 +47,8 @@ def linear(
 
     with exact products, float32 sums from zero inside a block, and one fma a block. dx sums over blocks of 128 rows of
     weight in the same way. With float8_e8m0fnu beside bf16 W is rounded to bf16, and y and dx have the bits that they have
-    with W as weight. That W is exact where scales are 2⁻¹¹⁷ to 2¹¹⁹ (e4m3 has 4 significant bits); beyond, it is the nearest,
-    ties to even, subnormal or Inf, and NaN where weight is or the scale's byte is 255. For many rows, and for dx, it exists
+    with W as weight. That W is exact where scales are 2⁻¹²⁴ to 2¹¹⁹ (e4m3 has 4 significant bits); beyond, it is the nearest,
+    ties to even, or Inf, and NaN where weight is or the scale's byte is 255. For many rows, and for dx, it exists
     during the call: 2 bytes an element of weight. float32 scales that are powers of two can be given as
     `.to(torch.float8_e8m0fnu)`. A weight in 8 bits (and its scale) is frozen: ValueError if it requires grad.
 
@@ -137,7 +137,7 @@ def _base_and_delta(
         if stream is not None and not summed and stream_cuda.fits(x, w, scales, h, b5, bias3, out, sizes):
             if stream_cuda.product(name, x, w, scales, h, b5, bias3, out, adapter_ids, ranks, scalings, sizes, stream, config.pdl):
                 return
-        if cuda is not None and scales is None and linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
+        if cuda is not None and linear_cuda.fits(x, w, h, b5, bias3, out, sizes):
             mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
             tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.columns)
             if linear_cuda.product(

@@ -33,11 +33,11 @@ def fits(
     bias: Tensor | None,  # [E, G, N]
     out: Tensor,  # [M, G, N]
     sizes: tuple | None,
-    weights: tuple = (torch.bfloat16,),
+    w_dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Whether the kernel can read and write these layouts: bf16 (W: one of `weights`), unit strides along D (W, B: or along N, both), rows that
+    """Whether the kernel can read and write these layouts: bf16 (W: w_dtype), unit strides along D (W, B: or along N, both), rows that
     start at multiples of 16 bytes, and sizes that are multiples of 8."""
-    if not all(t is None or t.dtype == torch.bfloat16 for t in (x, b)) or w.dtype not in weights or out.dtype not in (torch.bfloat16, torch.float32):
+    if not all(t is None or t.dtype == torch.bfloat16 for t in (x, b)) or w.dtype != w_dtype or out.dtype not in (torch.bfloat16, torch.float32):
         return False
     along_n = transposed(w)
     widths = (out.shape[2],) if sizes is None else sizes

@@ -16,7 +16,6 @@ from .common import slice_starts, stride
 MAX_SLICES, BOX_BYTES = 8, 128
 MAX_SHARED = 227 * launch_linear.KB
 IDS64, BIAS32, OVERLAP, NEXT, LATE, POWERS = 1, 2, 4, 8, 16, 32
-E4M3 = (torch.float8_e4m3fn, torch.uint8)
 # struct Params: tensor maps of W and x; h b bias out ids ranks scalings; strides; sizes and flags; where slices start; height;
 # scales and their strides
 LAYOUT = "P15QP15Q7P10q22IP3q"
@@ -24,7 +23,7 @@ LAYOUT = "P15QP15Q7P10q22IP3q"
 
 def fits(
     x: Tensor,  # [T, G or 1, D]
-    w: Tensor,  # [1, G or 1, N, D]; e4m3 or its bytes with scales
+    w: Tensor,  # [1, G or 1, N, D]; e4m3 with scales
     scales: Tensor | None,  # [G or 1, ⌈N/128⌉, ⌈D/128⌉] float32, or e8m0's bytes
     h: Tensor | None,  # [chunks, T, G' or 1, r] float32
     b: Tensor | None,  # [L, 1, G' or 1, N, r]
@@ -44,7 +43,7 @@ def fits(
         return linear_cuda.fits(x, w, h, b, bias, out, sizes)
     if sizes is not None and any(start % launch_linear.STREAM_COLUMNS for start in accumulate(sizes[:-1])):
         return False
-    return linear_cuda.fits(x, w, h, b, bias, out, sizes, E4M3)
+    return linear_cuda.fits(x, w, h, b, bias, out, sizes, torch.float8_e4m3fn)
 
 
 def _threads(config: StreamConfig, lora: bool) -> int:
