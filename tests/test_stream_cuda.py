@@ -140,7 +140,7 @@ def test_exact_with_e4m3(kernels, both, choose, form, e8m0):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bits_of_the_triton_kernels_with_e4m3(both, way, e8m0):
     for i, tokens in enumerate((1, 2, 8, 15, 16, 17, 33, 64)):
-        slots, features, out, rank = (2, 400, 136, 16), (5, 4096, 264, 64), (40, 1040, 512, 24)[i % 3]
+        slots, features, out, rank = ((2, 400, 136, 16), (5, 4096, 264, 64), (40, 1040, 512, 24))[i % 3]
         shape = dict(features=features, out=out, slots=slots, rank=rank, groups=4)
         x, weight, a, b, ids, scalings, bias, scale = scaled_problem(tokens, e8m0, **shape)
 
@@ -299,7 +299,7 @@ def test_a_prepared_call_reads_the_tensors_of_its_own_call(both, choose):
         for i in (0, 1, 2, 3, 0):
             assert_bits(linear(*sets[i]), wanted[i], f"T {tokens}, set {i}")
         assert answers == [True], "four of five are repeated"
-        scaled = [scaled_problem(tokens, True, features=512, out=256, slots=4) for _ in range(3)]
+        scaled = [scaled_problem(tokens, True, features=512, out=256, slots=4, rank=16) for _ in range(3)]
         for i, one in enumerate(scaled):
             one[1].view(torch.uint8).bitwise_xor_(i)
         choose(None)
