@@ -118,16 +118,25 @@ def test_a_prepared_call_goes_past_the_dispatcher(gpu, straight):
     assert second.base._version > version and not straight and len(gpu.launches) == 6
 
 
-def test_a_linear_goes_past_the_dispatcher(gpu, monkeypatch):
+@pytest.mark.parametrize("scales", [None, torch.float32, torch.float8_e8m0fnu], ids=str)
+def test_a_linear_goes_past_the_dispatcher(gpu, monkeypatch, scales):
     monkeypatch.setattr(prepared, "_on_gpu", lambda t: True)
     linear = importlib.import_module("grouped_lora_ops.ops.linear")
     first, second = (small(tokens=3, seed=seed, poison=False) for seed in (0, 1))
     weight = torch.randint(-2, 3, (*second.base.shape[1:], second.x.shape[-1])).to(second.x.dtype)
-    op("linear")(first.x, weight, *first.factors[1:], None, None, first.ranks)
+    more, kw = (), {}
+    if scales is not None:
+        weight = weight.to(torch.float8_e4m3fn)
+        scale = torch.full([*weight.shape[:-2], *[-(-size // 128) for size in weight.shape[-2:]]], 2.0).to(scales)
+        more, kw = (None, scale), {"weight_scale": scale}
+    op("linear")(first.x, weight, *first.factors[1:], None, None, first.ranks, *more)
     monkeypatch.setattr(linear, "_op", None)
     with torch.inference_mode():
-        y = gl.linear(second.x, weight, *second.factors[1:], ranks=second.ranks)
-    assert_equal(y, reference.linear(second.x, weight, *second.factors[1:], ranks=second.ranks))
+        y = gl.linear(second.x, weight, *second.factors[1:], ranks=second.ranks, **kw)
+    assert_equal(y, reference.linear(second.x, weight, *second.factors[1:], ranks=second.ranks, **kw))
+    if scales is not None:
+        with torch.no_grad(), pytest.raises(ValueError, match="must not require grad"):
+            gl.linear(second.x, weight, *second.factors[1:], ranks=second.ranks, weight_scale=kw["weight_scale"].requires_grad_())
 
 
 class Named(torch.Tensor):

@@ -61,8 +61,8 @@ def linear(
 
     Raises ValueError before anything is launched for arguments that do not fit together, TypeError for wrong types.
     """
-    if weight_scale is None:
-        done, y = _straight(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan)
+    if weight_scale is None or not any(getattr(t, "requires_grad", False) for t in (weight, weight_scale)):  # else it is refused below
+        done, y = _straight(x, weight, lora_a, lora_b, adapter_ids, scalings, bias, out_sizes, ranks, plan, weight_scale)
         if done:
             return y
     _checks.tensor_types(
