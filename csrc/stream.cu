@@ -146,6 +146,9 @@ template <class S> __device__ __forceinline__ void go_on(const Params &p, const 
 __device__ __forceinline__ float power_of_e8m0(u8 v) { // 2^(v − 127), 255: NaN
     return __uint_as_float(v == 255 ? 0x7fc00000 : v == 0 ? 1 << 22 : (u32)v << 23);
 }
+// A power of two as two bf16, which W is multiplied with; by ones where it is a block's sum that is scaled.
+__device__ __forceinline__ u32 pair_of(float power) { return (__float_as_uint(power) >> 16) * 0x10001; }
+static constexpr u32 ONES = 0x3f803f80;
 // Two e4m3, which bf16 holds, times two equal scales, rounded to bf16.
 __device__ __forceinline__ u32 bf16_of_e4m3(u16 bytes, u32 scales) {
     const Two v = two_of_e4m3(bytes);
@@ -188,7 +191,7 @@ template <class S> __device__ __forceinline__ void convert(const Params &p, cons
             uint4 chunks[CHUNKS];
 #pragma unroll
             for (u32 i = 0; i < CHUNKS; ++i) chunks[i] = load16(from + row_of(i) * 128 + (chunk_of(i) ^ row_of(i) % 8) * 16);
-            const u32 scale = p.flags & POWERS ? (__float_as_uint(scales.of(p, block, step * S::PARTS + part)) >> 16) * 0x10001 : 0x3f803f80;
+            const u32 scale = p.flags & POWERS ? pair_of(scales.of(p, block, step * S::PARTS + part)) : ONES;
             auto eight = [=](u32 a, u32 b) {
                 return make_uint4(bf16_of_e4m3(a, scale), bf16_of_e4m3(a >> 16, scale), bf16_of_e4m3(b, scale), bf16_of_e4m3(b >> 16, scale));
             };
@@ -333,7 +336,6 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
     float total[S::E4M3 ? 4 * S::TILES : 1];
     Scales scales;
     float scale = 1.0f;
-    auto powers_of = [&](float v) { return p.flags & POWERS ? (__float_as_uint(v) >> 16) * 0x10001 : 0x3f803f80; };
     if constexpr (S::E4M3)
 #pragma unroll
         for (u32 i = 0; i < 4 * S::TILES; ++i) total[i] = 0.0f;
@@ -381,7 +383,7 @@ template <class S> __device__ __forceinline__ void multiply(const Params &p, con
             for (u32 quarter = 0; quarter < QUARTERS; ++quarter) {
                 const Four &mine = four[quarter % 2];
                 if (S::E4M3 && quarter % 2 == 0) scale = scales.of(p, block, step * (S::BK / BLOCK) + quarter / 2);
-                const u32 powers = powers_of(scale);
+                const u32 powers = p.flags & POWERS ? pair_of(scale) : ONES;
                 add(mine, 0, powers);
                 if (quarter == QUARTERS - 1) {
                     next();

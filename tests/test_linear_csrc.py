@@ -85,7 +85,7 @@ def map_words(t, order, box, pad=0):
     sizes = [t.shape[axis] for axis in order] + [1] * more
     strides += [last] * more
     box = [*box, *[1] * more]
-    assert len(sizes) == 4 and t.data_ptr() % 16 == 0 and t.dtype in (BF16, torch.float8_e4m3fn, torch.uint8)
+    assert len(sizes) == 4 and t.data_ptr() % 16 == 0 and t.dtype in (BF16, torch.float8_e4m3fn)
     assert t.stride(order[0]) == 1 or t.shape[order[0]] == 1
     assert all(0 < size <= 1 << 32 for size in sizes) and all(0 < n <= 256 for n in box) and box[0] * t.element_size() <= 128
     assert all(0 < stride < 1 << 40 and stride % 16 == 0 for stride in strides)

@@ -170,11 +170,11 @@ def test_every_e4m3_by_scales_of_every_size(on_cpu):
 
 @pytest.mark.parametrize("tokens, block_n", [(16, 32), (64, 64)])
 def test_the_greatest_scales(on_cpu, tokens, block_n):
-    """2^127 makes Inf of what is too large; behind it comes NaN, also of numbers whose sum Inf would not make NaN."""
-    c, _, _ = case("plain", tokens=tokens, features=16, out=256, rank=8)
-    weight = torch.ones(256, 16).to(torch.float8_e4m3fn)
+    """2^127 makes Inf of what is too large; behind it comes NaN, also of numbers of which Inf would make none: whole stages of ones."""
+    c, _, _ = case("plain", tokens=tokens, features=256, out=256, rank=8)
+    weight = torch.ones(256, 256).to(torch.float8_e4m3fn)
     weight[:128, 3] = 448.0
-    scales = torch.tensor([[254], [255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    scales = torch.tensor([[254, 254], [255, 255]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     got = run(on_cpu, replace(c, x=torch.ones_like(c.x)), weight, lora=False, scale=scales, block_n=block_n)
     assert (got[:, :128] == float("inf")).all() and got[:, 128:].isnan().all()
 
