@@ -340,7 +340,7 @@ def expand(p: Problem, pdl: bool = False) -> ExpandConfig:
         if block_r == 32:
             block_m, loop, num_stages = 16, 4, 4
         elif block_r < 32:
-            block_m, loop, num_stages = (16, 2, 2) if rows >= 1024 else (32, 2, 1)
+            block_m, loop, num_stages = (16, 4, 3) if rows >= 1024 else (32, 2, 1)
         else:
             block_m, loop, num_stages = 32 if rows < 256 else 16, 4, 3
     if work >= 8192 and block_r > 32:

@@ -75,6 +75,7 @@ class ExpertShrinkConfig:
     num_stages: int
     pdl: bool  # the expand behind it may start early
     early: bool  # it may itself start before the kernel ahead has ended
+    ahead: int  # bytes of a row of A that are called into the L2 before the plan is there
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,9 @@ class ExpertFusedConfig:
     num_warps: int
     num_stages: int
     n_stages: int  # pipeline depth of the loop over N
+    apart: bool  # gate and up are programs of their own
+    pdl: bool  # it may start before the kernel ahead has ended
+    ahead: int  # bytes of a row of A that are called into the L2 before the plan is there
 
 
 @dataclass(frozen=True)
@@ -245,6 +249,7 @@ def shrink_with(p: ExpertProblem, block_m: int = 16, **changes) -> ExpertShrinkC
         num_stages=4,
         pdl=has_pdl(p.arch),
         early=has_pdl(p.arch) and p.routes <= 16,  # H200: 0.1 to 0.5 µs less at 8 routes, 0.4 more at 64
+        ahead=0,
     )
     chosen.update(changes)
     if p.itemsize == 4:
@@ -320,7 +325,9 @@ def expand(p: ExpertProblem) -> ExpertExpandConfig:
     narrow_b = width <= 64
     block_n = 128 if narrow_b else 64
     if rows >= 32:
-        if narrow_b:  # dsv3 down: T = 1024 145 µs, by 128 columns 189, T = 4096 363, 424
+        if narrow_b:
+            if p.out_features > 4096 and width <= 32:  # dsv3 down: T = 1024 127 µs, by 64 columns 131, T = 4096 343, 362
+                return expand_with(p, 32, block_n=128, loop=16, num_stages=4)
             return expand_with(p, 32 if 48 <= rows < 96 else 64, block_n=64, loop=16, num_stages=4)
         return expand_with(p, 32, block_n=block_n, loop=4, num_stages=3)
     a_multiprocessor = estimated_tiles(p, 16) * p.groups * cdiv(p.out_features, block_n) / p.sms  # programs without a loop
@@ -357,29 +364,71 @@ def fused_with(p: ExpertProblem, block_m: int, **changes) -> ExpertFusedConfig:
         num_warps=4,
         num_stages=3,
         n_stages=3,
+        apart=False,
+        pdl=False,
+        ahead=0,
     )
     chosen.update(changes)
     return ExpertFusedConfig(**chosen)
 
 
+# Tiles of the one-launch kernel: (block_m, block_n, block_k, num_warps, num_stages, n_stages).
+LOW, LOW_DEEP, LOW_SHORT = (16, 128, 128, 4, 4, 3), (16, 128, 64, 4, 6, 4), (16, 128, 128, 4, 3, 3)
+MIDDLE, TALL, TALL_DEEP, TALL_LONG = (32, 128, 64, 4, 4, 3), (64, 64, 64, 4, 4, 4), (64, 64, 64, 4, 5, 4), (64, 64, 128, 4, 3, 4)
+
+
+def _one_launch(p: ExpertProblem, tiles: tuple, apart: bool = False, ahead: int = 0) -> ExpertFusedConfig | None:
+    """None where programs are too few for their loops over N."""
+    names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "n_stages")
+    config = fused_with(p, **dict(zip(names, tiles)), apart=apart, pdl=has_pdl(p.arch), ahead=ahead if has_pdl(p.arch) else 0)
+    programs = estimated_tiles(p, config.block_m) * (p.groups if apart else 1)
+    loop = p.out_features * (1 if apart else p.groups)
+    return config if programs >= 0.6 * p.sms * max(1, loop / 4096) else None
+
+
 def _fused(p: ExpertProblem) -> ExpertFusedConfig | None:
-    """One launch where the routes alone fill the GPU: x comes out of the L2 while other programs write y to memory."""
+    """One launch behind a plan, where it was the faster way on an H200 in bf16 (bench/NOTES.md: qwen3-30b and dsv3, ranks 16 to 64,
+    1 to 8 adapters, T = 24 to 4096): x and A come while other programs write y, and h never leaves the registers.
+
+    apart: twice the programs, each with half of A's columns; x is read by both.
+    """
     width = rank_block(p.rank, p.itemsize)
-    if p.itemsize != 2 or p.rank > width or width * p.a_groups > 64:
+    if p.itemsize != 2 or p.rank > width or width > 64 or not needs_plan(p.routes):
         return None
-    rows, short = rows_each(p), p.in_features <= 1024
-    if p.routes < 64 * p.sms or rows < 32 or (rows >= 96 and not short):  # H200, T = 4096: at 128 and 256 rows each slower than two
+    rows, tiles, split = rows_each(p), estimated_tiles(p, 16), p.a_groups == 2 and p.groups == 2
+    wide = width * p.a_groups > 64  # only apart then: too many columns of h for one program
+    if wide and not split:
         return None
-    if p.a_groups == 2 and not narrow(p.arch):
-        return fused_with(p, 64, block_n=32, block_k=64, num_stages=4, n_stages=4)
-    return fused_with(p, 32, block_n=64, block_k=128, num_stages=3, n_stages=4)
+    if plan_rows(p.routes, p.experts, p.slots) == 16:
+        if split:
+            if (wide and tiles > 2.6 * p.sms) or (width <= 16 and rows >= 12):
+                return None
+            apart = wide or width <= 16 or tiles < 1.8 * p.sms or rows >= 12
+            return _one_launch(p, LOW if apart else LOW_SHORT, apart, 1024)
+        if width == 64 or tiles >= (1.2 if p.out_features <= 4096 else 1.9) * p.sms:
+            return _one_launch(p, LOW_SHORT if width >= 32 and tiles >= 2.4 * p.sms else LOW_DEEP, False, 1024)
+        return None
+    few = estimated_tiles(p, 64) < p.sms
+    if split:
+        apart = wide or few or (width <= 16 and rows < 48)
+        return _one_launch(p, TALL_DEEP if apart or rows < 48 else TALL, apart)
+    if p.out_features > 4096:  # two launches, dsv3 down: T = 1024 127 µs, by one 133, T = 4096 343, 372
+        return None
+    if width == 64:
+        return _one_launch(p, TALL if rows >= 48 else LOW_DEEP if few else TALL_DEEP)
+    if rows >= 48:
+        return _one_launch(p, TALL_LONG if width == 32 and few else MIDDLE)
+    return None if few else _one_launch(p, TALL if width == 32 else MIDDLE)
 
 
 def delta(p: ExpertProblem) -> ExpertDeltaConfig:
     one = _fused(p)
     if one is not None:
         return ExpertDeltaConfig(one, None, None)
-    return ExpertDeltaConfig(None, shrink(p), expand(p))
+    first = shrink(p)
+    if needs_plan(p.routes) and first.pdl:  # H200: 0.3 to 0.5 µs less, and up to 1.5 by calling A's rows while the plan is made
+        first = replace(first, early=True, ahead=0 if first.split else 512)
+    return ExpertDeltaConfig(None, first, expand(p))
 
 
 def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **changes) -> ExpertLinearConfig:

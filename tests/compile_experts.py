@@ -25,6 +25,9 @@ KERNELS = (*EXPERT, "shrink", "expand", "plan", "wgrad")
 CASES = [
     (8, 128, 1, 32, 2048, 768, torch.bfloat16),
     (1500, 128, 1, 32, 2048, 768, torch.bfloat16),
+    (64, 128, 1, 64, 2048, 768, torch.bfloat16),
+    (1024, 128, 1, 32, 2048, 768, torch.bfloat16),
+    (1024, 256, 1, 32, 7168, 2048, torch.bfloat16),
     (4096, 128, 1, 32, 2048, 768, torch.bfloat16),
     (64, 128, 4, 32, 2048, 768, torch.bfloat16),
     (4096, 128, 4, 64, 2048, 768, torch.float16),

@@ -40,7 +40,8 @@ def force(monkeypatch):
     """force("plan fused") makes the launch choice at sizes that would choose otherwise.
 
     plan: tiles come from a plan at any number of routes. fused, split, whole: delta in one launch, or two with the sum
-    over D cut or not. tall: plan tiles of 64 routes, kernels of 32, several blocks of N a program. mixed: base and delta
+    over D cut or not. apart: gate and up are programs of their own, and A is called ahead. tall: plan tiles of 64 routes, kernels of
+    32, several blocks of N a program. mixed: base and delta
     over tiles of an expert, whatever the slots; without it (and with a plan) over the plan's tiles. together: routes of a pair
     share tiles without a plan, at any number of routes.
     """
@@ -65,7 +66,8 @@ def force(monkeypatch):
 
         def delta(p):
             if "fused" in words:
-                return launch_experts.ExpertDeltaConfig(launch_experts.fused_with(p, m, block_n=32), None, None)
+                more = dict(apart=True, ahead=128, pdl=launch_experts.has_pdl(p.arch)) if "apart" in words else {}
+                return launch_experts.ExpertDeltaConfig(launch_experts.fused_with(p, m, block_n=32, **more), None, None)
             return launch_experts.ExpertDeltaConfig(None, shrink(p), expand(p))
 
         def linear(p, transposed=False):
@@ -188,7 +190,8 @@ def check_delta(c, what="", plan=None):
     return got
 
 
-@pytest.mark.parametrize("how", ["split", "plan split", "plan fused", "plan whole tall", "plan fused tall"])
+@on_both
+@pytest.mark.parametrize("how", ["split", "plan split", "plan fused", "plan fused apart", "plan whole tall", "plan fused tall"])
 @pytest.mark.parametrize("form", FORMS)
 def test_delta(force, form, how):
     force(how)
@@ -292,6 +295,43 @@ def test_each_route_is_in_one_tile_and_each_part_is_one_programs(tokens, top_k):
     assert all(parts == 1 and rows[0] == n for n, (_, _, _, parts, *rows) in enumerate(tiles_of(ids, adapters, 4, 1, ids.numel(), 0, None, 1)))
 
 
+@triton.jit
+def lines_kernel(out, ids, adapters, M, K, E, L, D, a_l, a_e, a_r, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """out [programs, 1 + ROWS · BYTES // 128]: whether a program calls, and its offsets."""
+    rows = tl.arange(0, ROWS) * a_r
+    tile = tl.program_id(0)
+    offsets, there = expert_tile.lines_of_a(
+        tile, tl.num_programs(0), rows, ids, adapters, M, K, E, L, D, K, 1, 1, a_l, a_e, 2, BYTES
+    )
+    LINES: tl.constexpr = BYTES // 128
+    line = out + tile * (1 + ROWS * LINES)
+    tl.store(line, there.to(tl.int64))
+    tl.store(line + 1 + tl.arange(0, ROWS)[:, None] * LINES + tl.arange(0, LINES)[None, :], offsets)
+
+
+@on_both
+@pytest.mark.parametrize("programs", [1, 5, 66, 80])
+def test_lines_that_are_called_ahead_are_of_a_routes_factor(programs):
+    """Of routes from one end to the other, never outside A's rows, whatever the ids say."""
+    experts, slots, rank, features = 4, 2, 8, 100
+    ids = torch.tensor(crowded_ids(33, 2), dtype=torch.int32, device=DEVICE)
+    ids[3], ids[4] = torch.tensor([2**31 - 1, 4]), torch.tensor([-(2**31), -7])
+    adapters = torch.arange(33, dtype=torch.int32, device=DEVICE) % 4 - 1
+    out = torch.full((programs, 1 + rank * 2), -7, dtype=torch.int64, device=DEVICE)
+    size = rank * features
+    lines_kernel[(programs,)](out, ids, adapters, 66, 2, experts, slots, features, experts * size, size, features, rank, 256)
+    taken = set()
+    for tile, (there, *offsets) in enumerate(out.tolist()):
+        m = tile * max(66 // programs, 1)
+        expert, slot = (int(ids.flatten()[m]), int(adapters[m // 2])) if m < 66 else (-1, -1)
+        assert there == (0 <= expert < experts and 0 <= slot < slots)
+        if there:
+            begin = (slot * experts + expert) * size
+            assert offsets == [begin + r * features + d for r in range(rank) for d in (0, 64)]
+            taken.add(m)
+    assert programs == 1 or max(taken) >= (60 if programs >= 66 else 1)
+
+
 @on_both
 def test_a_damaged_plan_leads_no_program_elsewhere():
     """Whatever a plan says, rows are routes and experts are experts, or the tile is empty."""
@@ -330,11 +370,14 @@ def test_layouts(force, layout):
             check_delta(build(form=form, rank=8, features=72, ranks=True, layout=layout), f"{layout} {how}")
 
 
+@on_both
 @pytest.mark.parametrize("rank", [1, 8, 33, 130])
 def test_ranks(force, rank):
-    for how in ("split", "plan whole tall"):
-        force(how)
-        check_delta(build(form="an A each", rank=rank, features=64, ranks=True), how)
+    """8: slots whose rank is whole vectors of B and ones whose is not, and N whole blocks or not."""
+    for how in ("split", "plan whole tall", *(["plan fused apart", "plan fused tall"] if rank < 130 else [])):
+        for out in (72, 64) if rank == 8 else (72,):
+            force(how)
+            check_delta(build(form="an A each", rank=rank, features=64, out=out, ranks=True), f"{how} {out}")
 
 
 def test_ids_out_of_range_are_masked():
@@ -360,13 +403,19 @@ def test_empty_sizes(sizes):
     check_delta(build(poison=False, **sizes))
 
 
-def test_a_zero_delta_keeps_bases_bits(force):
-    for how in ("split", "plan fused"):
+@on_both
+@dtypes
+def test_a_zero_delta_keeps_bases_bits(force, dtype):
+    """Also of a NaN that is not the one that arithmetic makes."""
+    for how in ("split", "plan fused", "plan fused tall", "plan whole tall"):
         force(how)
-        c = build(poison=False)
+        c = build(dtype, poison=False)
         c.b.zero_()
         c.base[:, 0] = -0.0
-        assert_bits(kernels("delta")(*c.args(), c.base, None, None, None), c.base)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        c.base[:, 1:3] = NAN
+        c.base.view(bits)[:, 1] += 5
+        assert_bits(kernels("delta")(*c.args(), c.base, None, None, None), c.base, how)
 
 
 def test_a_given_plan_is_read(force):

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..launch import FusedConfig
 from .expand import copy_rows, expand_rows
 from .shrink import shrink_rows, strides
-from .tile import SCAN, SINGLE, launch, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import SCAN, SINGLE, launch, slice_bounds, split, tile_rows, unit_axis, vector_width, whole_blocks
 
 
 @triton.jit(do_not_specialize=("T", "L", "D", "N", "R", "ids_stride", "x_t", "x_g", "x_d", "a_l", "a_g", "a_r", "a_d",
@@ -26,7 +26,7 @@ def delta_kernel(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
     X_VEC: tl.constexpr, X_UNIT: tl.constexpr, A_UNIT: tl.constexpr,
     B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Axes as in `shrink_kernel` and `expand_kernel`; a has x's vector width; r ≤ BLOCK_R."""
     tile = tl.program_id(0)
@@ -95,17 +95,17 @@ def delta_kernel(
     if MODE == SCAN:  # no branch: Triton 3.6 fails to compile two such loops behind a scan of the ids
         expand_rows(
             high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, N_STAGES, OUT, PRECISION,
+            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, EVEN_N, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     elif load_rank == rank:
         expand_rows(
             high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, False, EVEN_N, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         expand_rows(
             high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
+            load_rank, 0, n_size, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, True, EVEN_N, 1, OUT, PRECISION,
         )  # fmt: skip
 
 
@@ -162,7 +162,8 @@ def delta(
         (
             slices, copy, config.mode, config.block_m, config.block_n, config.block_k, config.rank_block,
             config.chunk, config.chunks, config.block_t, config.block_l, x_vec, x_unit, a_unit, b_vec, b_unit,
-            o_vec, o_unit, features % config.block_k == 0, config.precision, config.n_stages,
+            o_vec, o_unit, features % config.block_k == 0, whole_blocks(config.block_n, *(sizes or (out_features,))),
+            config.precision, config.n_stages,
         ),
         config.num_warps,
         config.num_stages,

@@ -8,7 +8,20 @@ from torch import Tensor
 
 from ..launch import ExpandConfig, cdiv
 from .shrink import strides
-from .tile import SCAN, SINGLE, dot_split, launch, round_to, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import (
+    SCAN,
+    SINGLE,
+    add_rounded,
+    dot_split,
+    launch,
+    round_to,
+    slice_bounds,
+    split,
+    tile_rows,
+    unit_axis,
+    vector_width,
+    whole_blocks,
+)
 
 
 @triton.jit
@@ -17,14 +30,13 @@ def finish(acc, scaling, base_tile, active, HAS_BASE: tl.constexpr, MIXED: tl.co
 
     MIXED: the tile also has rows without an adapter, where acc and scaling may be NaN: 0 · Inf of the slot's weights.
     """
-    delta = acc * scaling
     if MIXED:
-        delta = tl.where(active[:, None], delta, 0.0)
+        acc = tl.where(active[:, None], acc, 0.0)
+        scaling = tl.where(active, scaling, 0.0)[:, None]
     if HAS_BASE:
-        total = round_to(tl.fma(acc, scaling, base_tile.to(tl.float32)), OUT)
-        return tl.where(delta == 0, base_tile, total)
+        return add_rounded(acc, scaling, base_tile)
     else:
-        return round_to(delta, OUT)
+        return round_to(acc * scaling, OUT)
 
 
 @triton.jit
@@ -62,7 +74,7 @@ def copy_rows(
 def expand_rows(
     high, low, scale, high2, low2, scale2, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
     n_first, n_last, scaling, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr,
-    MIXED: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    MIXED: tl.constexpr, TAIL: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Columns n_first … n_last−1 of a tile whose h is split into high and low; high2, low2: its columns BLOCK_R …, or None.
 
@@ -71,9 +83,12 @@ def expand_rows(
     r = tl.arange(0, BLOCK_R)
     for n0 in tl.range(n_first, n_last, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        n_in = n < n_last
-        mask = write[:, None] & n_in[None, :]
-        b_mask = (r < load_rank)[:, None] & n_in[None, :]
+        mask = write[:, None]
+        b_mask = (r < load_rank)[:, None]
+        if not EVEN_N:
+            n_in = (n < n_last)[None, :]
+            mask = mask & n_in
+            b_mask = b_mask & n_in
         b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=b_mask, other=0.0)
         if TAIL:
             b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
@@ -83,7 +98,9 @@ def expand_rows(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         acc = dot_split(high, low, scale, b_tile, acc, PRECISION)
         if high2 is not None:
-            b2_mask = (BLOCK_R + r < load_rank)[:, None] & n_in[None, :]
+            b2_mask = (BLOCK_R + r < load_rank)[:, None]
+            if not EVEN_N:
+                b2_mask = b2_mask & n_in
             b2_tile = tl.load(b_base + n[None, :] * b_n + (BLOCK_R + r)[:, None] * b_r, mask=b2_mask, other=0.0)
             if TAIL:
                 b2_tile = tl.where((BLOCK_R + r < rank)[:, None], b2_tile, 0.0)
@@ -97,7 +114,7 @@ def expand_slot(
     h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank, load_rank,
     n_first, n_last, scaling, CHUNKS: tl.constexpr, H_VEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCKS: tl.constexpr, HAS_BASE: tl.constexpr, MIXED: tl.constexpr, TAIL: tl.constexpr,
-    STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_N: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`expand_rows` with h from memory, BLOCKS (1 or 2) blocks of BLOCK_R columns."""
     h_tile = load_h(h, wide_rows, active, rank, R, h_c, h_t, h_offset, 0, CHUNKS, H_VEC, BLOCK_R)
@@ -107,12 +124,12 @@ def expand_slot(
         high2, low2, scale2 = split(h_tile, OUT)
         expand_rows(
             high, low, scale, high2, low2, scale2, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-            load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, TAIL, STAGES, OUT, PRECISION,
+            load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, TAIL, EVEN_N, STAGES, OUT, PRECISION,
         )  # fmt: skip
     else:
         expand_rows(
             high, low, scale, None, None, None, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-            load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, TAIL, STAGES, OUT, PRECISION,
+            load_rank, n_first, n_last, scaling, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, MIXED, TAIL, EVEN_N, STAGES, OUT, PRECISION,
         )  # fmt: skip
 
 
@@ -128,12 +145,13 @@ def expand_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
     H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, LOOP: tl.constexpr, N_STAGES: tl.constexpr, BLOCKS: tl.constexpr,
-    NARROW: tl.constexpr,
+    NARROW: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, t, g, r) with unit last stride, b's (l, g, n, r), base's and out's (t, g, n).
 
     LOOP: blocks of N a program takes in turn, with h in registers (then r ≤ BLOCKS · BLOCK_R and SUM_GROUPS = 1).
     NARROW: slots of ranks up to 16 and up to 64 have loops of their own, as narrow as they are.
+    EVEN_N: every slice is whole blocks of N, so no column needs a mask.
     CHUNKS: h is the sum of so many partial sums, added in order. SUM_GROUPS: y sums over so many groups of h and b.
     SIZES: group g is that slice of b's and out's N axis. COPY: rows without an adapter are written too (base or zeros).
     """
@@ -225,33 +243,38 @@ def expand_kernel(
         if MODE == SCAN:  # no branch: Triton 3.6 fails to compile two such loops behind a scan of the ids
             expand_slot(
                 h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, BLOCKS, HAS_BASE, MIXED, True, N_STAGES, OUT,
-                PRECISION,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, BLOCKS, HAS_BASE, MIXED, True, EVEN_N, N_STAGES,
+                OUT, PRECISION,
             )  # fmt: skip
         elif load_rank != rank:
             expand_slot(
                 h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, BLOCKS, HAS_BASE, MIXED, True, 1, OUT, PRECISION,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, BLOCKS, HAS_BASE, MIXED, True, EVEN_N, 1, OUT,
+                PRECISION,
             )  # fmt: skip
         elif NARROW and rank <= 16:
             expand_slot(
                 h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, 16, 1, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, 16, 1, HAS_BASE, MIXED, False, EVEN_N, N_STAGES,
+                OUT, PRECISION,
             )  # fmt: skip
         elif NARROW and rank <= 64:
             expand_slot(
                 h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, 64, 1, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, 64, 1, HAS_BASE, MIXED, False, EVEN_N, N_STAGES,
+                OUT, PRECISION,
             )  # fmt: skip
         elif BLOCKS == 2 and rank > BLOCK_R:
             expand_slot(
                 h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, 2, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, 2, HAS_BASE, MIXED, False, EVEN_N, N_STAGES,
+                OUT, PRECISION,
             )  # fmt: skip
         else:
             expand_slot(
                 h, h_c, h_t, h_offset, R, wide_rows, b_base, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, write, active, rank,
-                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, 1, HAS_BASE, MIXED, False, N_STAGES, OUT, PRECISION,
+                load_rank, n_first, n_last, scaling, CHUNKS, H_VEC, BLOCK_M, BLOCK_N, BLOCK_R, 1, HAS_BASE, MIXED, False, EVEN_N, N_STAGES,
+                OUT, PRECISION,
             )  # fmt: skip
         return
     if HAS_BASE:
@@ -352,6 +375,7 @@ def expand(
             slices, sum_groups, h.shape[0], copy, config.mode, config.block_m, config.block_n, config.rank_block,
             config.block_t, config.block_l, h_vec, b_vec, b_unit, o_vec, o_unit, config.precision, config.pdl,
             loop, config.num_stages, blocks if loop > 1 else 1, config.narrow and loop > 1 and ranks is not None,
+            loop > 1 and whole_blocks(config.block_n, *(sizes or (features,))),
         ),
         config.num_warps,
         1,

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..launch_experts import ExpertFusedConfig
 from .expand import copy_rows
-from .expert_expand import blocks_of_n, widths
+from .expert_expand import n_loop, widths
 from .expert_shrink import expert_rows
-from .expert_tile import expert_tile, rows_over
+from .expert_tile import PLAN, call_a, expert_tile, rows_over
 from .shrink import strides
-from .tile import launch, split, unit_axis, vector_width
+from .tile import launch, split, unit_axis, vector_width, whole_blocks
 
 
 @triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "D", "N", "R", "x_div", "i_t", "i_k", "s_t", "w_m", "x_m", "x_d",
@@ -30,23 +30,40 @@ def expert_delta_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, X_VEC: tl.constexpr, X_UNIT: tl.constexpr, A_UNIT: tl.constexpr,
     B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr, N_VEC: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, N_STAGES: tl.constexpr, APART: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Axes as in `expert_shrink_kernel` and `expert_expand_kernel`, x's (m, d); a has x's vector width; r ≤ BLOCK_R.
 
-    A_GROUPS: 2 where gate and up have an A each; x is read once for both.
+    A_GROUPS: 2 where gate and up have an A each; x is read once for both. APART: gate and up are programs of their own (grid axis 1),
+    and GROUPS and A_GROUPS are 1. AHEAD: as `call_a`'s BYTES, 0 for none.
     """
     tile = tl.program_id(0)
-    expert, slot, rows, inside = expert_tile(
-        tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
-    )
-    if expert > E:
-        return
     if X_UNIT == 1:
         x_d = 1
     if A_UNIT == 4:
         a_d = 1
         a_r = a_r * X_VEC
+    if APART:
+        group = tl.program_id(1)
+        a += group * (a_g * X_VEC)
+        b += group * (b_g * B_VEC)
+        out += group * (o_g * O_VEC)
+        if base is not None:
+            base += group * (p_g * O_VEC)
+    c = tl.arange(0, A_GROUPS * BLOCK_R)
+    columns = (c // BLOCK_R) * (a_g * X_VEC) + (c % BLOCK_R) * a_r
+    if AHEAD > 0 and MODE == PLAN:
+        some = (c // BLOCK_R) * (a_g * X_VEC) + tl.minimum(c % BLOCK_R, R - 1) * a_r
+        call_a(tile, tl.num_programs(0), a, some, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * X_VEC, a_e * X_VEC, AHEAD)
+    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, slot, rows, inside = expert_tile(
+        tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
+    )
+    if expert > E:
+        return
     if B_UNIT == 4:
         b_r = 1
         b_n = b_n * B_VEC
@@ -74,8 +91,6 @@ def expert_delta_kernel(
     rank = R
     if ranks is not None:
         rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
-    c = tl.arange(0, A_GROUPS * BLOCK_R)
-    columns = (c // BLOCK_R) * (a_g * X_VEC) + (c % BLOCK_R) * a_r
     h = expert_rows(
         x, a + slot.to(tl.int64) * (a_l * X_VEC) + expert.to(tl.int64) * (a_e * X_VEC), D * X_VEC, x_d, a_d,
         rows_over(rows, tile, x_div, K, MODE, BLOCK_M, PLAN_ROWS) * (x_m * X_VEC), columns, inside, c % BLOCK_R < rank,
@@ -102,9 +117,10 @@ def expert_delta_kernel(
         p_base = base
         if HAS_BASE:
             p_base += g * (p_g * O_VEC)
-        blocks_of_n(
+        n_loop(
             high, low, scale, high, low, scale, b_base + g * (b_g * B_VEC), 0, p_base, out + g * (o_g * O_VEC), b_n, b_r, p_n, o_n, row_p, row_o,
-            inside, rank, load_rank, 0, n_size, factor, 1, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
+            inside, rank, load_rank, 0, n_size, factor, 1, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, ranks is not None and B_UNIT == 4,
+            EVEN_N, N_STAGES, OUT, PRECISION,
         )  # fmt: skip
 
 
@@ -138,7 +154,7 @@ def delta(
     launch(
         name,
         expert_delta_kernel,
-        (config.tiles, 1, 1),
+        (config.tiles, groups if config.apart else 1, 1),
         (
             x, a, b, base, out, ids, adapters, plan, ranks, scalings, weights,
             routes, ids.shape[1], experts, slots, room, features // x_vec, out_features // n_vec, rank,
@@ -148,10 +164,12 @@ def delta(
             bs[0], 0 if b.shape[1] == 1 else bs[1], bs[2], bs[3], bs[4], *ps, *os_,
         ),
         (
-            groups, a.shape[2], config.mode, config.plan_rows, config.block_m, config.block_n, config.block_k,
-            config.rank_block, config.chunk, config.chunks, x_vec, x_unit, a_unit, b_vec, b_unit, o_vec, o_unit, n_vec,
-            features % config.block_k == 0, config.precision, config.n_stages,
+            1 if config.apart else groups, 1 if config.apart else a.shape[2], config.mode, config.plan_rows, config.block_m,
+            config.block_n, config.block_k, config.rank_block, config.chunk, config.chunks, x_vec, x_unit, a_unit, b_vec, b_unit, o_vec,
+            o_unit, n_vec, features % config.block_k == 0, whole_blocks(config.block_n, out_features), config.precision, config.n_stages,
+            config.apart, config.pdl, config.ahead if a_unit == 4 else 0,
         ),
         config.num_warps,
         config.num_stages,
+        config.pdl,
     )  # fmt: skip

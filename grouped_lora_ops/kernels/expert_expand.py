@@ -10,18 +10,16 @@ from ..launch_experts import ExpertExpandConfig, cdiv
 from .expand import copy_rows
 from .expert_tile import rows_over, shared_tile
 from .shrink import strides
-from .tile import dot_split, launch, round_to, split, unit_axis, vector_width
+from .tile import add_rounded, dot_split, launch, round_to, split, unit_axis, vector_width, whole_blocks
 
 
 @triton.jit
 def join(acc, factor, base_tile, HAS_BASE: tl.constexpr, OUT: tl.constexpr):
     """factor · acc, added to base in float32 and rounded once; where it is zero base keeps its bits (−0.0 too)."""
-    delta = acc * factor
     if HAS_BASE:
-        total = round_to(tl.fma(acc, factor, base_tile.to(tl.float32)), OUT)
-        return tl.where(delta == 0, base_tile, total)
+        return add_rounded(acc, factor, base_tile)
     else:
-        return round_to(delta, OUT)
+        return round_to(acc * factor, OUT)
 
 
 @triton.jit
@@ -41,34 +39,69 @@ def load_h(
 
 
 @triton.jit
-def load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank):
-    """Bᵀ [BLOCK_R, BLOCK_N]: whole vectors along r, zeros past the rank, whatever lies there."""
-    b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=(r < load_rank)[:, None] & n_in[None, :], other=0.0)
-    return tl.where((r < rank)[:, None], b_tile, 0.0)
+def load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank, TAIL: tl.constexpr = True):
+    """Bᵀ [BLOCK_R, BLOCK_N]: whole vectors along r, zeros past the rank, whatever lies there. TAIL: vectors may reach past it."""
+    mask = (r < load_rank)[:, None]
+    if n_in is not None:
+        mask = mask & n_in[None, :]
+    b_tile = tl.load(b_base + n[None, :] * b_n + r[:, None] * b_r, mask=mask, other=0.0)
+    if TAIL:
+        b_tile = tl.where((r < rank)[:, None], b_tile, 0.0)
+    return b_tile
 
 
 @triton.jit
 def blocks_of_n(
     high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside,
     rank, load_rank, n_first, n_last, factor, SUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, TAIL: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Columns n_first … n_last−1 of a tile whose h is split into high and low; of the sum over two groups, b_next apart."""
     r = tl.arange(0, BLOCK_R)
     for n0 in tl.range(n_first, n_last, BLOCK_N, num_stages=STAGES):
         n = n0 + tl.arange(0, BLOCK_N)
-        n_in = n < n_last
-        mask = inside[:, None] & n_in[None, :]
-        b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank)
+        n_in = None
+        mask = inside[:, None]
+        if not EVEN_N:
+            n_in = n < n_last
+            mask = mask & n_in[None, :]
+        b_tile = load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank, TAIL)
         base_tile = tl.zeros((BLOCK_M, BLOCK_N), OUT)
         if HAS_BASE:
             base_tile = tl.load(p_base + row_p[:, None] + n[None, :] * p_n, mask=mask, other=0.0)
         acc = dot_split(high, low, scale, b_tile, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION)
         if SUM_GROUPS == 2:
-            b_tile = load_b(b_base + b_next, n, n_in, r, b_n, b_r, rank, load_rank)
+            b_tile = load_b(b_base + b_next, n, n_in, r, b_n, b_r, rank, load_rank, TAIL)
             acc = dot_split(high2, low2, scale2, b_tile, acc, PRECISION)
         y = join(acc, factor, base_tile, HAS_BASE, OUT)
         tl.store(o_base + row_o[:, None] + n[None, :] * o_n, y, mask=mask)
+
+
+@triton.jit
+def n_loop(
+    high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside,
+    rank, load_rank, n_first, n_last, factor, SUM_GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, HAS_BASE: tl.constexpr, MAY_TAIL: tl.constexpr, EVEN_N: tl.constexpr, STAGES: tl.constexpr, OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`blocks_of_n`; MAY_TAIL: the slot's rank may end inside of a vector, and then its B goes through registers."""
+    if MAY_TAIL:
+        if load_rank != rank:
+            blocks_of_n(
+                high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
+                n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, EVEN_N, 1, OUT, PRECISION,
+            )  # fmt: skip
+        else:
+            blocks_of_n(
+                high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
+                n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, EVEN_N, STAGES, OUT, PRECISION,
+            )  # fmt: skip
+    else:
+        blocks_of_n(
+            high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
+            n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, EVEN_N, STAGES, OUT, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "shares", "N", "R", "h_div", "i_t", "i_k", "s_t", "w_m", "h_c", "h_m", "h_g",
@@ -83,7 +116,7 @@ def expert_expand_kernel(
     SUM_GROUPS: tl.constexpr, CHUNKS: tl.constexpr, MODE: tl.constexpr, PLAN_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOOP: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr,
     H_VEC: tl.constexpr, B_VEC: tl.constexpr, B_UNIT: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
-    N_VEC: tl.constexpr, N_STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    N_VEC: tl.constexpr, EVEN_N: tl.constexpr, N_STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, m, g, r) with unit last stride, b's (l, e, g, n, r), base's and out's (m, g, n); unit axes 4 (r) or 3 (n)
     for b, 2 for base and out, −1 for none.
@@ -156,9 +189,10 @@ def expert_expand_kernel(
         high2, low2, scale2 = high, low, scale
         if SUM_GROUPS == 2:
             high2, low2, scale2 = split(load_h(h, h_rows + h_g * H_VEC, inside, rank, R, h_c, 0, CHUNKS, H_VEC, BLOCK_R), DTYPE)
-        blocks_of_n(
+        n_loop(
             high, low, scale, high2, low2, scale2, b_base, b_g * B_VEC, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
-            n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, N_STAGES, OUT, PRECISION,
+            n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, ranks is not None and B_UNIT == 4, EVEN_N, N_STAGES,
+            OUT, PRECISION,
         )  # fmt: skip
     else:
         n = n_first + tl.arange(0, BLOCK_N)
@@ -237,7 +271,8 @@ def expand(
         ),
         (
             sum_groups, h.shape[0], config.mode, config.plan_rows, config.block_m, config.block_n, loop, config.rank_block,
-            r_blocks, h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, config.num_stages, config.precision, config.pdl,
+            r_blocks, h_vec, b_vec, b_unit, o_vec, o_unit, n_vec, loop > 1 and whole_blocks(config.block_n, features), config.num_stages,
+            config.precision, config.pdl,
         ),
         config.num_warps,
         1,

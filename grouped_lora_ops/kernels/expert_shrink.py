@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_experts import ExpertShrinkConfig, cdiv
-from .expert_tile import expert_tile, rows_over
+from .expert_tile import PLAN, call_a, expert_tile, rows_over
 from .shrink import strides
 from .tile import dot, launch, scaled, split, unit_axis, vector_width
 
@@ -58,7 +58,7 @@ def expert_shrink_kernel(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, R_BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, FILL: tl.constexpr, HALVES: tl.constexpr,
     X_VEC: tl.constexpr, X_UNIT: tl.constexpr, A_VEC: tl.constexpr, A_UNIT: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """x's axes (m, g, d), a's (l, e, g, r, d), h's (chunk, m, g, r); unit axes 2 for x, 4 (d) or 3 (r) for a, −1 for none.
 
@@ -66,16 +66,21 @@ def expert_shrink_kernel(
     so that x is read once. Grid axis 2 is the groups that have an x each (then GROUPS is 1). SUM_GROUPS: h sums over so
     many groups of x and a. SPLIT: one chunk a program, its sum at h[chunk]. FILL: zeros where there is no adapter and
     past the rank; without it h holds nothing there, and nobody may read it. HALVES (then nothing is split): h is bf16, a row's
-    high parts, then its low ones, as kernels/halves.py makes them; R and its strides are multiples of 8.
+    high parts, then its low ones, as kernels/halves.py makes them; R and its strides are multiples of 8. AHEAD: `call_a`'s BYTES,
+    0 for none.
     """
-    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     C_BLOCKS: tl.constexpr = GROUPS * R_BLOCKS * BLOCK_R // BLOCK_C
     tile = tl.program_id(0) // C_BLOCKS
     c = (tl.program_id(0) % C_BLOCKS) * BLOCK_C + tl.arange(0, BLOCK_C)
     chunk = tl.program_id(1)
     x_group = tl.program_id(2)
+    if AHEAD > 0 and MODE == PLAN:
+        some = (c // (R_BLOCKS * BLOCK_R)) * (a_g * A_VEC) + tl.minimum(c % (R_BLOCKS * BLOCK_R), R - 1) * (a_r * A_VEC)
+        tiles = tl.num_programs(0) // C_BLOCKS
+        call_a(tile, tiles, a, some, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * A_VEC, a_e * A_VEC, AHEAD)
+    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert, slot, rows, inside = expert_tile(
         tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
     )
@@ -197,7 +202,7 @@ def shrink(
         (
             columns, sum_groups, config.mode, config.plan_rows, config.block_m, block_c, config.rank_block, r_blocks,
             config.block_k, config.chunk, config.chunks, config.split, fill, in_halves, x_vec, x_unit, a_vec, a_unit,
-            features % config.block_k == 0, config.precision, config.pdl,
+            features % config.block_k == 0, config.precision, config.pdl, config.ahead if a_unit == 4 and x_unit == 2 else 0,
         ),
         config.num_warps,
         config.num_stages,

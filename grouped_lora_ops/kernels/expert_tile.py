@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .tile import prefetch
+
 ROUTE = tl.constexpr(0)  # few routes: programs read the ids and find the routes of a tile themselves
 PLAN = tl.constexpr(1)  # the plan's tiles
 EXPERT = tl.constexpr(2)  # runs of one expert's routes in the plan's order: few slots meet in a tile
@@ -120,6 +122,27 @@ def expert_tile(
     else:
         expert, slot, rows, inside = plan_tile(tile, plan, M, E, L, TILES, BLOCK_M, PLAN_ROWS)
     return expert, slot, rows, inside
+
+
+@triton.jit
+def lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, SIZE: tl.constexpr, BYTES: tl.constexpr):
+    """(offsets into a [rows, lines of 128 bytes], whether there is an adapter): the first BYTES of A's rows, of the pair that one of
+    the routes has. Together the tiles' programs name routes from the first to the last."""
+    m = tile * tl.maximum(M // tiles, 1)
+    expert, slot = route_pair(m, ids, adapters, m < M, K, E, L, i_t, i_k, s_t)
+    d = tl.minimum(tl.arange(0, BYTES // 128) * (128 // SIZE), D - 1)
+    offsets = slot.to(tl.int64) * a_l + expert.to(tl.int64) * a_e + rows[:, None] + d[None, :]
+    return offsets, (expert < E) & (slot < L)
+
+
+@triton.jit
+def call_a(tile, tiles, a, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, BYTES: tl.constexpr):
+    """Call `lines_of_a` into the L2: while the plan is being made, which says whose rows this program will need, the memory would
+    do nothing."""
+    SIZE: tl.constexpr = a.dtype.element_ty.primitive_bitwidth // 8
+    offsets, there = lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, SIZE, BYTES)
+    if there:
+        prefetch(a + offsets)
 
 
 @triton.jit

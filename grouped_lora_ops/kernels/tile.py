@@ -163,6 +163,43 @@ def dot_split(high, low, scale, w, acc, PRECISION: tl.constexpr):
     return acc
 
 
+# Operands: y, acc of two columns, factor of both, base. p: base keeps its bits.
+_ADD_ROUNDED = """{{
+    .reg .b16 h0, h1;
+    .reg .b32 y;
+    .reg .f32 b0, b1, d0, d1, t0, t1;
+    .reg .pred p0, p1;
+    {unpack}
+    mul.rn.f32 d0, $1, $3;
+    mul.rn.f32 d1, $2, $4;
+    fma.rn.f32 t0, $1, $3, b0;
+    fma.rn.f32 t1, $2, $4, b1;
+    cvt.rn.{half}x2.f32 y, t1, t0;
+    setp.eq.f32 p0, d0, 0f00000000;
+    setp.eq.f32 p1, d1, 0f00000000;
+    @p0 prmt.b32 y, y, $5, 0x3254;
+    @p1 prmt.b32 y, y, $5, 0x7610;
+    mov.b32 $0, y;
+}}"""
+_ADD_BF16 = tl.constexpr(_ADD_ROUNDED.format(half="bf16", unpack="shl.b32 b0, $5, 16; and.b32 b1, $5, 0xffff0000;"))
+_ADD_FP16 = tl.constexpr(_ADD_ROUNDED.format(half="f16", unpack="mov.b32 {h0, h1}, $5; cvt.f32.f16 b0, h0; cvt.f32.f16 b1, h1;"))
+
+
+@triton.jit
+def add_rounded(acc, factor, base):
+    """base + factor · acc in float32, rounded once to base's dtype; where factor · acc is zero base keeps its bits (−0.0 too).
+
+    Two of 16 bits at once: Triton rounds them one by one, and with a select behind it the compiler takes a conversion that runs
+    at an eighth of the rate.
+    """
+    if INTERPRETED or base.dtype == tl.float32:
+        total = round_to(tl.fma(acc, factor, base.to(tl.float32)), base.dtype)
+        return tl.where(acc * factor == 0, base, total)
+    else:
+        ASM: tl.constexpr = _ADD_BF16 if base.dtype == tl.bfloat16 else _ADD_FP16
+        return tl.inline_asm_elementwise(ASM, "=r,f,f,f,f,r", [acc, factor, base], base.dtype, True, 2)
+
+
 @triton.jit
 def prefetch(ptrs):
     """Call the 128 bytes around each address into the L2."""
@@ -193,6 +230,11 @@ def vector_width(t: Tensor, unit: int, size: int) -> int:
         if axis != unit and t.shape[axis] > 1:
             width = math.gcd(width, stride)
     return width
+
+
+def whole_blocks(block: int, *sizes: int) -> bool:
+    """Whether blocks of that width cut every slice without a rest."""
+    return not any(size % block for size in sizes)
 
 
 def unit_axis(t: Tensor, *preferred: int) -> int:
