@@ -70,7 +70,10 @@ def test_what_the_kernels_take_for_granted(arch, itemsize):
         ("qwen3-30b", "down", 64, 1, 32, False, False),
         ("qwen3-30b", "down", 64, 4, 32, True, False),
         ("qwen3-30b", "down", 4096, 1, 32, True, False),
-        ("dsv3", "gate_up", 64, 1, 32, True, True),
+        ("qwen3-30b", "gate_up", 1024, 8, 16, True, True),
+        ("qwen3-30b", "gate_up", 8192, 64, 16, False, False),
+        ("dsv3", "gate_up", 64, 1, 32, False, False),  # its long D is split where few tiles may occur
+        ("dsv3", "gate_up", 2048, 1, 32, True, False),
         ("dsv3", "gate_up", 4096, 1, 32, True, False),
         ("dsv3", "down", 64, 1, 32, False, False),
         ("dsv3", "down", 256, 1, 32, True, False),
