@@ -40,10 +40,10 @@ def force(monkeypatch):
     """force("plan fused") makes the launch choice at sizes that would choose otherwise.
 
     plan: tiles come from a plan at any number of routes. fused, split, whole: delta in one launch, or two with the sum
-    over D cut or not. apart: gate and up are programs of their own, and A is called ahead. tall: plan tiles of 64 routes, kernels of
-    32, several blocks of N a program. mixed: base and delta
-    over tiles of an expert, whatever the slots; without it (and with a plan) over the plan's tiles. together: routes of a pair
-    share tiles without a plan, at any number of routes.
+    over D cut or not. apart: gate and up are programs of their own. tall: plan tiles of 64 routes, kernels of 32, several blocks of N
+    a program. ahead: A is called into the L2 before the plan is read. mixed: base and delta over tiles of an expert, whatever the
+    slots; without it (and with a plan) over the plan's tiles. together: routes of a pair share tiles without a plan, at any number of
+    routes.
     """
 
     def apply(how: str):
@@ -59,14 +59,15 @@ def force(monkeypatch):
         m, loop = (32, 4) if tall else (16, 1)
 
         def shrink(p, may_split=True):
-            return launch_experts.shrink_with(p, m, split=may_split and "split" in words, block_c=16 if "split" in words else 64)
+            more = dict(ahead=128 if "ahead" in words else 0)
+            return launch_experts.shrink_with(p, m, split=may_split and "split" in words, block_c=16 if "split" in words else 64, **more)
 
         def expand(p):
             return launch_experts.expand_with(p, m, block_n=32, loop=loop)
 
         def delta(p):
             if "fused" in words:
-                more = dict(apart=True, ahead=128, pdl=launch_experts.has_pdl(p.arch)) if "apart" in words else {}
+                more = dict(apart="apart" in words, pdl=launch_experts.has_pdl(p.arch), ahead=128 if "ahead" in words else 0)
                 return launch_experts.ExpertDeltaConfig(launch_experts.fused_with(p, m, block_n=32, **more), None, None)
             return launch_experts.ExpertDeltaConfig(None, shrink(p), expand(p))
 
@@ -191,7 +192,7 @@ def check_delta(c, what="", plan=None):
 
 
 @on_both
-@pytest.mark.parametrize("how", ["split", "plan split", "plan fused", "plan fused apart", "plan whole tall", "plan fused tall"])
+@pytest.mark.parametrize("how", ["split", "plan split", "plan fused", "plan fused apart ahead", "plan whole tall", "plan fused tall"])
 @pytest.mark.parametrize("form", FORMS)
 def test_delta(force, form, how):
     force(how)
@@ -313,10 +314,11 @@ def lines_kernel(out, ids, adapters, M, K, E, L, D, a_l, a_e, a_r, ROWS: tl.cons
 @pytest.mark.parametrize("programs", [1, 5, 66, 80])
 def test_lines_that_are_called_ahead_are_of_a_routes_factor(programs):
     """Of routes from one end to the other, never outside A's rows, whatever the ids say."""
-    experts, slots, rank, features = 4, 2, 8, 100
-    ids = torch.tensor(crowded_ids(33, 2), dtype=torch.int32, device=DEVICE)
-    ids[3], ids[4] = torch.tensor([2**31 - 1, 4]), torch.tensor([-(2**31), -7])
-    adapters = torch.arange(33, dtype=torch.int32, device=DEVICE) % 4 - 1
+    experts, slots, rank, features = 4, 2, 8, 40
+    ids = torch.tensor(crowded_ids(34, 2), dtype=torch.int32, device=DEVICE)  # the last token is nobody's
+    ids[3], ids[4], ids[33] = torch.tensor([2**31 - 1, 4]), torch.tensor([-(2**31), -7]), torch.tensor([1, 1])
+    adapters = torch.arange(34, dtype=torch.int32, device=DEVICE) % 3 - 1
+    adapters[33] = 0
     out = torch.full((programs, 1 + rank * 2), -7, dtype=torch.int64, device=DEVICE)
     size = rank * features
     lines_kernel[(programs,)](out, ids, adapters, 66, 2, experts, slots, features, experts * size, size, features, rank, 256)
@@ -327,9 +329,53 @@ def test_lines_that_are_called_ahead_are_of_a_routes_factor(programs):
         assert there == (0 <= expert < experts and 0 <= slot < slots)
         if there:
             begin = (slot * experts + expert) * size
-            assert offsets == [begin + r * features + d for r in range(rank) for d in (0, 64)]
+            assert offsets == [begin + r * features + d for r in range(rank) for d in (0, features - 1)]
             taken.add(m)
     assert programs == 1 or max(taken) >= (60 if programs >= 66 else 1)
+
+
+@pytest.mark.skipif(GPU, reason="records what the interpreter would call")
+@pytest.mark.parametrize("layout", ["dense", "transposed", "rows"])
+@pytest.mark.parametrize("how", ["plan fused ahead", "plan fused apart ahead", "plan whole ahead"])
+def test_what_is_called_ahead_is_a(force, monkeypatch, how, layout):
+    """Addresses of A's rows alone, of gate's and up's, of pairs that routes have; none where A's rows do not lie along D."""
+    called = []
+    monkeypatch.setattr(expert_tile, "prefetch", lambda pointers: called.extend(pointers.handle.data.flatten().tolist()))
+    force(how)
+    adapters = [0, 1, -1, 1, 0, 0, 1, 0, 1]
+    c = build(form="an A each", rank=5, features=96, tokens=9, layout=layout, adapters=adapters)
+    check_delta(c)
+    if layout == "transposed":
+        assert not called
+        return
+    at = {}
+    for index in torch.cartesian_prod(*(torch.arange(n) for n in c.a.shape[:4])).tolist():
+        begin = c.a.data_ptr() + 2 * sum(i * s for i, s in zip(index, c.a.stride()))
+        at[begin] = tuple(index[:3])
+    assert called and set(called) <= set(at), "something else is called"
+    ids, adapters = c.ids.flatten().tolist(), c.adapters.repeat_interleave(2).tolist()
+    pairs = {(s, e) for s, e in zip(adapters, ids) if 0 <= s < 2 and 0 <= e < 4}
+    assert {at[p][:2] for p in called} <= pairs
+    for slot, expert in {at[p][:2] for p in called}:
+        assert {p for p, (s, e, _) in at.items() if (s, e) == (slot, expert)} <= set(called), "not all of its rows"
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_who_starts_early_waits(monkeypatch, pdl):
+    """The attribute of the launch and the wait inside come from one switch."""
+    module = importlib.import_module("grouped_lora_ops.kernels.expert_delta")
+    seen = []
+    monkeypatch.setattr(module, "launch", lambda name, kernel, grid, args, constants, *options: seen.append((kernel, constants, options)))
+    p = launch_experts.ExpertProblem("sm_90", 132, 2, 256, 4, 2, 1, 1, 64, 72, 8, True)
+    config = launch_experts.fused_with(p, 16, pdl=pdl)
+    c = build(tokens=128, features=64, rank=8, poison=False)
+    monkeypatch.setattr(launch_experts, "delta", lambda p: launch_experts.ExpertDeltaConfig(config, None, None))
+    common.configured.cache_clear()
+    importlib.import_module("grouped_lora_ops.ops.expert_cuda").delta(*c.args(), c.base, None, None, None)
+    common.configured.cache_clear()
+    ((kernel, constants, (_, _, early)),) = seen
+    names = kernel.arg_names if hasattr(kernel, "arg_names") else list(kernel.signature.parameters)
+    assert early == pdl == dict(zip(names[-len(constants) :], constants))["PDL"]
 
 
 @on_both
@@ -364,7 +410,7 @@ def test_dtypes_and_options(dtype):
 
 @pytest.mark.parametrize("layout", ["odd", "transposed", "rows", "scattered"])
 def test_layouts(force, layout):
-    for how in ("split", "plan fused"):
+    for how in ("split", "plan fused", "plan fused apart ahead", "plan whole tall ahead"):
         force(how)
         for form in FORMS[:2]:
             check_delta(build(form=form, rank=8, features=72, ranks=True, layout=layout), f"{layout} {how}")
@@ -374,7 +420,7 @@ def test_layouts(force, layout):
 @pytest.mark.parametrize("rank", [1, 8, 33, 130])
 def test_ranks(force, rank):
     """8: slots whose rank is whole vectors of B and ones whose is not, and N whole blocks or not."""
-    for how in ("split", "plan whole tall", *(["plan fused apart", "plan fused tall"] if rank < 130 else [])):
+    for how in ("split", "plan whole tall", *(["plan fused apart ahead", "plan fused tall"] if rank < 130 else [])):
         for out in (72, 64) if rank == 8 else (72,):
             force(how)
             check_delta(build(form="an A each", rank=rank, features=64, out=out, ranks=True), f"{how} {out}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -52,7 +53,8 @@ def test_what_the_kernels_take_for_granted(arch, itemsize):
         else:
             c = config.shrink
             assert c.ahead == 0 or (c.early and c.mode == launch_experts.PLAN and not c.split)
-            assert not c.early or arch != "sm_80"
+            assert not c.early or c.pdl  # who starts early waits
+            assert c.pdl == (arch != "sm_80")
     assert (ones > 0) == (itemsize == 2)
 
 
@@ -73,7 +75,13 @@ def test_what_the_kernels_take_for_granted(arch, itemsize):
         ("qwen3-30b", "gate_up", 1024, 8, 16, True, True),
         ("qwen3-30b", "gate_up", 8192, 64, 16, False, False),
         ("dsv3", "gate_up", 64, 1, 32, False, False),  # its long D is split where few tiles may occur
+        ("dsv3", "gate_up", 1024, 1, 32, False, False),
         ("dsv3", "gate_up", 2048, 1, 32, True, False),
+        ("qwen3-30b", "gate_up", 2048, 8, 16, False, False),
+        ("qwen3-30b", "gate_up", 1024, 4, 32, True, True),
+        ("qwen3-30b", "gate_up", 4096, 8, 16, True, True),
+        ("qwen3-30b", "down", 64, 1, 64, True, False),
+        ("qwen3-30b", "down", 512, 1, 32, False, False),
         ("dsv3", "gate_up", 4096, 1, 32, True, False),
         ("dsv3", "down", 64, 1, 32, False, False),
         ("dsv3", "down", 256, 1, 32, True, False),
@@ -85,6 +93,29 @@ def test_what_was_faster(model, projection, tokens, slots, rank, one, apart):
     config = launch_experts.delta(problem(model, projection, tokens, slots, rank))
     assert (config.fused is not None) == one
     assert config.fused is None or config.fused.apart == apart
+
+
+@pytest.mark.parametrize("out, apart, fewest", [(2048, False, 80), (2048, True, 40), (6144, False, 238), (6144, True, 60)])
+def test_the_fewest_programs_of_one_launch(out, apart, fewest):
+    """0.6 a multiprocessor, and that for every 4096 columns of a program's loop over N; apart: twice the programs, half the loop."""
+    p = replace(problem("qwen3-30b", "gate_up", 4096), out_features=out)
+    for experts in (fewest, fewest - 1):
+        q = replace(p, experts=experts, routes=16 * experts)  # full tiles of 16 routes
+        assert launch_experts.estimated_tiles(q, 16) == experts
+        assert (launch_experts._one_launch(q, launch_experts.LOW, apart) is not None) == (experts == fewest)
+
+
+def test_tiles_of_one_launch():
+    def tile(*case):
+        c = launch_experts.delta(problem(*case)).fused
+        return c.block_m, c.block_n, c.block_k, c.num_stages, c.n_stages
+
+    assert tile("qwen3-30b", "gate_up", 4096) == (64, 64, 64, 4, 4)  # three blocks a multiprocessor
+    assert tile("qwen3-30b", "gate_up", 1024) == (64, 64, 64, 5, 4)
+    assert tile("qwen3-30b", "down", 4096) == (32, 128, 64, 4, 3)
+    assert tile("qwen3-30b", "down", 1024) == (64, 64, 128, 3, 4)
+    assert tile("qwen3-30b", "gate_up", 64, 4) == (16, 128, 128, 3, 3)
+    assert tile("qwen3-30b", "down", 256, 1, 64) == (16, 128, 64, 6, 4)
 
 
 def test_two_launches_behind_a_plan_start_early():

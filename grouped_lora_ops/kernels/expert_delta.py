@@ -36,7 +36,8 @@ def expert_delta_kernel(
     """Axes as in `expert_shrink_kernel` and `expert_expand_kernel`, x's (m, d); a has x's vector width; r ≤ BLOCK_R.
 
     A_GROUPS: 2 where gate and up have an A each; x is read once for both. APART: gate and up are programs of their own (grid axis 1),
-    and GROUPS and A_GROUPS are 1. AHEAD: as `call_a`'s BYTES, 0 for none.
+    and GROUPS and A_GROUPS are 1. AHEAD: `call_a`'s BYTES, 0 for none (with a plan, and
+    where A's rows lie along D).
     """
     tile = tl.program_id(0)
     if X_UNIT == 1:
@@ -54,8 +55,8 @@ def expert_delta_kernel(
     c = tl.arange(0, A_GROUPS * BLOCK_R)
     columns = (c // BLOCK_R) * (a_g * X_VEC) + (c % BLOCK_R) * a_r
     if AHEAD > 0 and MODE == PLAN:
-        some = (c // BLOCK_R) * (a_g * X_VEC) + tl.minimum(c % BLOCK_R, R - 1) * a_r
-        call_a(tile, tl.num_programs(0), a, some, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * X_VEC, a_e * X_VEC, AHEAD)
+        called = (c // BLOCK_R) * (a_g * X_VEC) + tl.minimum(c % BLOCK_R, R - 1) * a_r
+        call_a(tile, tl.num_programs(0), a, called, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * X_VEC, a_e * X_VEC, AHEAD)
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

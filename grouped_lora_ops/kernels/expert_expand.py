@@ -40,7 +40,8 @@ def load_h(
 
 @triton.jit
 def load_b(b_base, n, n_in, r, b_n, b_r, rank, load_rank, TAIL: tl.constexpr = True):
-    """Bᵀ [BLOCK_R, BLOCK_N]: whole vectors along r, zeros past the rank, whatever lies there. TAIL: vectors may reach past it."""
+    """Bᵀ [BLOCK_R, BLOCK_N]: whole vectors along r, zeros past the rank, whatever lies there. TAIL: load_rank may be more than rank.
+    n_in None: all columns are there."""
     mask = (r < load_rank)[:, None]
     if n_in is not None:
         mask = mask & n_in[None, :]

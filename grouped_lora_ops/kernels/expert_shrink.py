@@ -75,9 +75,9 @@ def expert_shrink_kernel(
     chunk = tl.program_id(1)
     x_group = tl.program_id(2)
     if AHEAD > 0 and MODE == PLAN:
-        some = (c // (R_BLOCKS * BLOCK_R)) * (a_g * A_VEC) + tl.minimum(c % (R_BLOCKS * BLOCK_R), R - 1) * (a_r * A_VEC)
+        called = (c // (R_BLOCKS * BLOCK_R)) * (a_g * A_VEC) + tl.minimum(c % (R_BLOCKS * BLOCK_R), R - 1) * (a_r * A_VEC)
         tiles = tl.num_programs(0) // C_BLOCKS
-        call_a(tile, tiles, a, some, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * A_VEC, a_e * A_VEC, AHEAD)
+        call_a(tile, tiles, a, called, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * A_VEC, a_e * A_VEC, AHEAD)
     if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

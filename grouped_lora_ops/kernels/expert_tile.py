@@ -126,8 +126,8 @@ def expert_tile(
 
 @triton.jit
 def lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, SIZE: tl.constexpr, BYTES: tl.constexpr):
-    """(offsets into a [rows, lines of 128 bytes], whether there is an adapter): the first BYTES of A's rows, of the pair that one of
-    the routes has. Together the tiles' programs name routes from the first to the last."""
+    """(offsets into a [rows, lines of 128 bytes], whether there is an adapter): the first BYTES of A's rows, of the pair that a route
+    has. Tiles' routes are M // tiles apart, or neighbours; a tile beyond the last route has none."""
     m = tile * tl.maximum(M // tiles, 1)
     expert, slot = route_pair(m, ids, adapters, m < M, K, E, L, i_t, i_k, s_t)
     d = tl.minimum(tl.arange(0, BYTES // 128) * (128 // SIZE), D - 1)
@@ -138,7 +138,7 @@ def lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a
 @triton.jit
 def call_a(tile, tiles, a, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, BYTES: tl.constexpr):
     """Call `lines_of_a` into the L2: while the plan is being made, which says whose rows this program will need, the memory would
-    do nothing."""
+    do nothing. Only a hint: ids may be stale, for nobody has waited yet."""
     SIZE: tl.constexpr = a.dtype.element_ty.primitive_bitwidth // 8
     offsets, there = lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, SIZE, BYTES)
     if there:

@@ -187,7 +187,7 @@ _ADD_FP16 = tl.constexpr(_ADD_ROUNDED.format(half="f16", unpack="mov.b32 {h0, h1
 
 @triton.jit
 def add_rounded(acc, factor, base):
-    """base + factor · acc in float32, rounded once to base's dtype; where factor · acc is zero base keeps its bits (−0.0 too).
+    """base + factor · acc by one fma in float32, then in base's dtype; where factor · acc is zero base keeps its bits (−0.0 too).
 
     Two of 16 bits at once: Triton rounds them one by one, and with a select behind it the compiler takes a conversion that runs
     at an eighth of the rate.
