@@ -109,6 +109,13 @@ def test_ranks_far_below_the_widest(kernels, force, rank, ranks):
     check(kernels, build("plain", torch.float16, tokens=110, features=160, out=150, rank=rank, ranks=ranks, device=kernels.device))
 
 
+@pytest.mark.parametrize("out", [64, 70, 128])
+def test_one_launch_of_whole_and_cut_blocks(kernels, force, out):
+    """Of N, and slots whose rank ends within a vector of B beside ones whose does not."""
+    force("plan fused")
+    check(kernels, build("plain", tokens=40, features=160, out=out, rank=16, ranks=[16, 5, 8], device=kernels.device), base=False)
+
+
 @pytest.mark.parametrize("form", ["slices", "shared input"])
 @pytest.mark.parametrize("layout", ["dense", "slice", "transposed"])
 def test_groups_that_share_x_are_shrunk_as_one(kernels, monkeypatch, form, layout):

@@ -650,8 +650,10 @@ def test_gradients_of_empty_sizes(sizes):
 
 
 @pytest.mark.parametrize("layout", ["odd", "transposed", "scattered"])
-def test_gradient_layouts(layout):
-    check_delta_backward(gradient_case(form="an A each", rank=8, out=48, ranks=True, layout=layout))
+def test_gradient_layouts(force, layout):
+    for how in ("", "plan tall"):
+        force(how)
+        check_delta_backward(gradient_case(form="an A each", rank=8, out=48, ranks=True, layout=layout))
     check_linear_backward(gradient_case(rank=8, out=48, base=False, layout=layout, bias=True))
 
 
