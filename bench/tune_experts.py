@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from grouped_lora_ops import launch_experts as le
+from grouped_lora_ops.launch import has_pdl
 from grouped_lora_ops.ops import common, prepared
 
 from . import expert_workloads as workloads
@@ -72,19 +73,23 @@ def expands(p: le.ExpertProblem) -> list[dict]:
 
 
 def fuseds(p: le.ExpertProblem) -> list[dict]:
-    if not le.needs_plan(p.routes) or p.rank > le.rank_block(p.rank, p.itemsize) or le.rank_block(p.rank, p.itemsize) * p.a_groups > 128:
+    """Columns of h that a program holds: 128 at most; apart, gate's or up's alone. Each starts while the plan is made."""
+    width = le.rank_block(p.rank, p.itemsize)
+    if not le.needs_plan(p.routes) or p.rank > width or p.itemsize != 2:
         return []
-    tiles = [(16, 128, 128, 4, 4, 3), (16, 64, 64, 4, 4, 3), (16, 128, 64, 4, 4, 2)]
+    tiles = [le.LOW, le.LOW_DEEP, le.LOW_SHORT, (16, 64, 64, 4, 4, 3), (16, 128, 64, 4, 4, 2), (16, 128, 128, 2, 3, 3)]
     if le.rows_each(p) >= 24:
         tiles += [
-            (32, 64, 128, 4, 3, 4), (32, 128, 64, 4, 3, 3), (32, 64, 64, 4, 3, 3), (64, 64, 64, 4, 3, 3), (64, 64, 64, 4, 3, 4),
-            (32, 64, 128, 4, 2, 4), (32, 128, 128, 4, 2, 4), (32, 128, 128, 4, 3, 3), (64, 64, 128, 4, 2, 4),
-            (64, 64, 64, 4, 4, 2), (64, 128, 64, 4, 3, 2), (64, 128, 64, 8, 3, 3), (64, 64, 128, 8, 2, 3), (64, 32, 64, 4, 4, 4),
+            le.MIDDLE, le.TALL, le.TALL_DEEP, le.TALL_LONG, (32, 64, 128, 4, 3, 4), (32, 128, 64, 4, 3, 3), (32, 64, 64, 4, 3, 3),
+            (64, 64, 64, 4, 3, 3), (32, 128, 128, 4, 2, 4), (32, 128, 128, 4, 3, 3), (64, 64, 128, 4, 2, 4), (64, 128, 64, 4, 3, 2),
+            (64, 128, 64, 8, 3, 3), (64, 64, 128, 8, 2, 3), (64, 32, 64, 4, 4, 4),
         ]  # fmt: skip
+    more = dict(pdl=has_pdl(p.arch), ahead=1024 if has_pdl(p.arch) and le.rows_each(p) < 24 else 0)
     return [
-        dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, n_stages=ns)
+        dict(block_m=m, block_n=n, block_k=k, num_warps=w, num_stages=s, n_stages=ns, apart=apart, **more)
         for m, n, k, w, s, ns in tiles
-        if le.chunk_of(p.in_features) % k == 0
+        for apart in ((False, True) if p.groups == 2 else (False,))
+        if le.chunk_of(p.in_features) % k == 0 and width * (1 if apart else p.a_groups) <= 128
     ]
 
 
