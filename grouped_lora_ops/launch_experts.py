@@ -378,8 +378,11 @@ MIDDLE, TALL, TALL_DEEP, TALL_LONG = (32, 128, 64, 4, 4, 3), (64, 64, 64, 4, 4, 
 
 
 def _one_launch(p: ExpertProblem, tiles: tuple, apart: bool = False, ahead: int = 0) -> ExpertFusedConfig | None:
-    """None where programs are too few: less than 0.6 a multiprocessor (the fewest that were measured: 100 tiles of qwen3-30b down, T = 24),
-    or that many for every 4096 columns of a loop over N (dsv3 down, 7168: 222 tiles took 9 % longer than two launches, 256 7 % less)."""
+    """None where programs are too few: below 0.6 a multiprocessor, or below that for every 4096 columns of a program's loop over N.
+
+    Both are on the safe side of what was measured (0.75 a multiprocessor, qwen3-30b down at T = 24; 1.7 and 1.9 for dsv3 down's
+    7168 columns: 9 % more and 7 % less than two launches).
+    """
     names = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "n_stages")
     config = fused_with(p, **dict(zip(names, tiles)), apart=apart, pdl=has_pdl(p.arch), ahead=ahead if has_pdl(p.arch) else 0)
     programs = estimated_tiles(p, config.block_m) * (p.groups if apart else 1)
