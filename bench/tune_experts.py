@@ -75,7 +75,7 @@ def expands(p: le.ExpertProblem) -> list[dict]:
 def fuseds(p: le.ExpertProblem) -> list[dict]:
     """Columns of h that a program holds: 128 at most; apart, gate's or up's alone. Each starts while the plan is made."""
     width = le.rank_block(p.rank, p.itemsize)
-    if not le.needs_plan(p.routes) or p.rank > width or p.itemsize != 2:
+    if not le.needs_plan(p.routes) or p.rank > width:
         return []
     tiles = [le.LOW, le.LOW_DEEP, le.LOW_SHORT, (16, 64, 64, 4, 4, 3), (16, 128, 64, 4, 4, 2), (16, 128, 128, 2, 3, 3)]
     if le.rows_each(p) >= 24:

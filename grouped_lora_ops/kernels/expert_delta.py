@@ -10,9 +10,9 @@ from ..launch_experts import ExpertFusedConfig
 from .expand import copy_rows
 from .expert_expand import n_loop, widths
 from .expert_shrink import expert_rows
-from .expert_tile import PLAN, call_a, expert_tile, rows_over
+from .expert_tile import call_a, expert_tile, rows_over
 from .shrink import strides
-from .tile import launch, split, unit_axis, vector_width, whole_blocks
+from .tile import launch, split, unit_axis, vector_width, wait_then_start_next, whole_blocks
 
 
 @triton.jit(do_not_specialize=("M", "K", "E", "L", "TILES", "D", "N", "R", "x_div", "i_t", "i_k", "s_t", "w_m", "x_m", "x_d",
@@ -36,8 +36,7 @@ def expert_delta_kernel(
     """Axes as in `expert_shrink_kernel` and `expert_expand_kernel`, x's (m, d); a has x's vector width; r ≤ BLOCK_R.
 
     A_GROUPS: 2 where gate and up have an A each; x is read once for both. APART: gate and up are programs of their own (grid axis 1),
-    and GROUPS and A_GROUPS are 1. AHEAD: `call_a`'s BYTES, 0 for none (with a plan, and
-    where A's rows lie along D).
+    and GROUPS and A_GROUPS are 1. AHEAD: `call_a`'s BYTES, 0 for none.
     """
     tile = tl.program_id(0)
     if X_UNIT == 1:
@@ -54,12 +53,11 @@ def expert_delta_kernel(
             base += group * (p_g * O_VEC)
     c = tl.arange(0, A_GROUPS * BLOCK_R)
     columns = (c // BLOCK_R) * (a_g * X_VEC) + (c % BLOCK_R) * a_r
-    if AHEAD > 0 and MODE == PLAN:
+    if AHEAD > 0:
         called = (c // BLOCK_R) * (a_g * X_VEC) + tl.minimum(c % BLOCK_R, R - 1) * a_r
         call_a(tile, tl.num_programs(0), a, called, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * X_VEC, a_e * X_VEC, AHEAD)
-    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        wait_then_start_next()
     expert, slot, rows, inside = expert_tile(
         tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
     )

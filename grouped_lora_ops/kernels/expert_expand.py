@@ -87,17 +87,11 @@ def n_loop(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`blocks_of_n`; MAY_TAIL: the slot's rank may end inside of a vector, and then its B goes through registers."""
-    if MAY_TAIL:
-        if load_rank != rank:
-            blocks_of_n(
-                high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
-                n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, EVEN_N, 1, OUT, PRECISION,
-            )  # fmt: skip
-        else:
-            blocks_of_n(
-                high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
-                n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, False, EVEN_N, STAGES, OUT, PRECISION,
-            )  # fmt: skip
+    if MAY_TAIL and load_rank != rank:
+        blocks_of_n(
+            high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,
+            n_first, n_last, factor, SUM_GROUPS, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BASE, True, EVEN_N, 1, OUT, PRECISION,
+        )  # fmt: skip
     else:
         blocks_of_n(
             high, low, scale, high2, low2, scale2, b_base, b_next, p_base, o_base, b_n, b_r, p_n, o_n, row_p, row_o, inside, rank, load_rank,

@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_experts import ExpertShrinkConfig, cdiv
-from .expert_tile import PLAN, call_a, expert_tile, rows_over
+from .expert_tile import call_a, expert_tile, rows_over
 from .shrink import strides
-from .tile import dot, launch, scaled, split, unit_axis, vector_width
+from .tile import dot, launch, scaled, split, unit_axis, vector_width, wait_then_start_next
 
 
 @triton.jit
@@ -74,13 +74,12 @@ def expert_shrink_kernel(
     c = (tl.program_id(0) % C_BLOCKS) * BLOCK_C + tl.arange(0, BLOCK_C)
     chunk = tl.program_id(1)
     x_group = tl.program_id(2)
-    if AHEAD > 0 and MODE == PLAN:
+    if AHEAD > 0:
         called = (c // (R_BLOCKS * BLOCK_R)) * (a_g * A_VEC) + tl.minimum(c % (R_BLOCKS * BLOCK_R), R - 1) * (a_r * A_VEC)
         tiles = tl.num_programs(0) // C_BLOCKS
         call_a(tile, tiles, a, called, ids, adapters, M, K, E, L, D * X_VEC, i_t, i_k, s_t, a_l * A_VEC, a_e * A_VEC, AHEAD)
-    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        wait_then_start_next()
     expert, slot, rows, inside = expert_tile(
         tile, ids, adapters, plan, M, K, E, L, TILES, i_t, i_k, s_t, MODE, BLOCK_M, PLAN_ROWS
     )

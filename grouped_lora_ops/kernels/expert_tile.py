@@ -138,7 +138,7 @@ def lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a
 @triton.jit
 def call_a(tile, tiles, a, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, BYTES: tl.constexpr):
     """Call `lines_of_a` into the L2: while the plan is being made, which says whose rows this program will need, the memory would
-    do nothing. Only a hint: ids may be stale, for nobody has waited yet."""
+    do nothing. Only a hint: ids may be stale, for nobody has waited yet. For kernels with a plan, and an A whose rows lie along D."""
     SIZE: tl.constexpr = a.dtype.element_ty.primitive_bitwidth // 8
     offsets, there = lines_of_a(tile, tiles, rows, ids, adapters, M, K, E, L, D, i_t, i_k, s_t, a_l, a_e, SIZE, BYTES)
     if there:

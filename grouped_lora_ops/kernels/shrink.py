@@ -8,7 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import ShrinkConfig, cdiv, tile_count
-from .tile import SINGLE, dot, launch, scaled, slice_bounds, split, tile_rows, unit_axis, vector_width
+from .tile import (
+    SINGLE,
+    dot,
+    launch,
+    scaled,
+    slice_bounds,
+    split,
+    tile_rows,
+    unit_axis,
+    vector_width,
+    wait_then_start_next,
+)
 
 _SIZES = ("T", "L", "D", "R", "ids_stride")
 
@@ -99,9 +110,8 @@ def shrink_kernel(
     HALVES (then SPAN is 0): h is bf16, a row's high parts, then its low ones, as kernels/halves.py makes them; R and its strides are
     multiples of 8. MERGE: so many groups, which share a, have their rows side by side in a tile of BLOCK_M // MERGE tokens.
     """
-    if PDL:  # first wait, then let the next start: what it reads before it waits for us is older than the kernel before us
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        wait_then_start_next()
     r_blocks = tl.cdiv(R, BLOCK_R)
     tile = tl.program_id(0) // r_blocks
     r0 = (tl.program_id(0) % r_blocks) * BLOCK_R

@@ -201,6 +201,13 @@ def add_rounded(acc, factor, base):
 
 
 @triton.jit
+def wait_then_start_next():
+    """Wait for the kernel ahead, then let the next one start: what that reads before it waits for us is older than the kernel ahead."""
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def prefetch(ptrs):
     """Call the 128 bytes around each address into the L2."""
     if not INTERPRETED:
