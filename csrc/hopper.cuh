@@ -20,6 +20,11 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// Arrives at the barrier when all that this thread has copied so far has landed.
+__device__ __forceinline__ void arrive_with_copies(const u64 &barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
 __device__ __forceinline__ void call_into_l2(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // A box of a tensor map, from these coordinates on; what lies outside the tensor is zeros. Its bytes arrive at the barrier.

@@ -29,7 +29,6 @@ static constexpr u32 BM = 128, BK = 64;
 static constexpr u32 MULTIPLY = 256, GATHER = 64, FETCH = 32, FIND = 32, THREADS = MULTIPLY + GATHER + FETCH + FIND;
 static constexpr u32 X_BYTES = BM * BK * 2;
 static constexpr u32 ENDING = 6; // CLAIMS: so many stages before its last one of D a block takes its next tile
-static constexpr u32 LAG = 2; // stages whose copies may be under way beside the newest
 static constexpr u32 MAX_SLICES = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 1024;
 static constexpr u32 ROWS = 0, EXPERT = 2; // modes, as in ops/linear_cuda.py (1: the plan's order)
 static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP = 16, IN_ORDER = 32, OUT32 = 64; // flags
@@ -163,11 +162,14 @@ __device__ __forceinline__ u32 rank_of(const Params &p, u32 slot) {
     return p.ranks == nullptr ? p.rank : (u32)min(max(p.ranks[slot], 0), (int)p.rank);
 }
 
-// Stages that an adapter of this rank takes: [high | low] of up to 32 columns share one; else high's, then low's of 64 columns each.
+// Stages that an adapter of this rank takes: [high | low] of up to 32 columns share one; else high's, then low's of 64 columns each. Blocks
+// of 64 columns (`twice`) have B in high's stage alone: low's products read it there.
 __device__ __forceinline__ u32 rank_steps(const Params &p, u32 rank) {
     if (p.rank_block <= 32) return (rank + p.rank_block - 1) / p.rank_block;
     return 2 * ((rank + BK - 1) / BK);
 }
+
+__device__ __forceinline__ bool twice(const Params &p) { return p.rank_block == BK; }
 
 __device__ __forceinline__ const u16 *factor(const Params &p, const Tile &t, u32 slot, u32 group) {
     return p.b + slot * p.b_l + t.expert * p.b_e + (t.w_group + group) * p.b_g;
@@ -207,7 +209,7 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
         for (u32 j = 0; j < BM / 32; ++j) {
             if ((u32)rows[j] >= p.rows) rows[j] = -1;
             info.rows[32 * j + lane] = rows[j];
-            info.x_rows[32 * j + lane] = (u32)max(rows[j], 0) / p.x_div; // a row that is none: row 0, for no one looks at what it becomes
+            info.x_rows[32 * j + lane] = (u32)max(rows[j], 0) / p.x_div; // of a damaged plan's row that is none: row 0, and no one looks at it
         }
         u32 slots[BM / 32];
         bool without = false;
@@ -311,6 +313,7 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
             copy16(to + j * (AT_ONCE * 128), h + (u64)row.x * 16, row.y == slot ? valid : 0);
         }
     }
+    if (part && twice(p)) return;
     const u16 *b = factor(p, t, slot, g);
     const u32 chunks = TRANSPOSED ? BN / 8 : CHUNKS, c = thread % chunks, rows = TRANSPOSED ? WIDTH : BN;
     // of B's rows along K, or of a row of B
@@ -326,30 +329,17 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
     }
 }
 
-// The gatherers' place in the ring. Copies are waited for LAG stages after they began, by who began them. No fence between proxies
-// stands behind them: it waits for the newer copies as well, and what cp.async wrote behind a barrier wgmma reads without
-// (CUTLASS's sm90_mma_multistage_gmma_ss_warpspecialized does so).
+// The gatherers' place in the ring. A thread's copies arrive at the stage's barrier by themselves, so no one waits for them. No fence
+// between proxies stands behind them: what cp.async wrote behind a barrier wgmma reads without (CUTLASS's
+// sm90_mma_multistage_gmma_ss_warpspecialized does so).
 template <class S> struct Ring {
-    static constexpr u32 STAGES = S::STAGES;
-    u32 issued = 0, signalled = 0; // stages since the kernel began
+    u32 issued = 0; // stages since the kernel began
 
     __device__ __forceinline__ u32 next(S &s) const {
-        wait(s.empty[issued % STAGES], (issued / STAGES & 1) ^ 1);
-        return issued % STAGES;
+        wait(s.empty[issued % S::STAGES], (issued / S::STAGES & 1) ^ 1);
+        return issued % S::STAGES;
     }
-    __device__ __forceinline__ void signal(S &s) { arrive(s.full[signalled++ % STAGES]); }
-    template <u32 LEFT> __device__ __forceinline__ void copying(S &s) { // LEFT: stages that may stay on their way
-        copies_commit();
-        if (++issued - signalled > LEFT) {
-            copies_wait<LEFT>();
-            signal(s);
-        }
-    }
-    __device__ __forceinline__ void finish(S &s) {
-        if (issued == signalled) return;
-        copies_wait<0>();
-        while (issued != signalled) signal(s);
-    }
+    __device__ __forceinline__ void copying(S &s) { arrive_with_copies(s.full[issued++ % S::STAGES]); }
 };
 
 template <bool TRANSPOSED, bool CLAIMS, u32 BN>
@@ -362,8 +352,8 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
     Tile t;
     for (u32 turn = 0; next_tile<CLAIMS>(p, s, t, turn, row_tiles, blocks); ++turn) {
         const Info &info = s.info[turn & 1];
-        const u32 begun = ring.issued;
         if (!in_order) wait(s.told[turn & 1], turn >> 1 & 1);
+        const u32 rows = t.end > t.first ? min(t.end - t.first, BM) : 0, mine = rows > lead ? (rows - lead + EACH - 1) / EACH : 0;
         for (u32 g = 0; g < (t.expert < p.experts ? p.sum_groups : 0); ++g) {
             const u8 *x[PASSES];
             if (!in_order) {
@@ -375,32 +365,32 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
             for (u32 k = 0; k < p.features; k += BK) {
                 const u32 stage = ring.next(s), to = shared_address(s.stages[stage]) + lead * 128 + ((chunk ^ lead) % 8) * 16;
                 if (in_order) {
-                    ++ring.issued;
-                    ring.signal(s);
+                    arrive(s.full[ring.issued++ % Shared<BN>::STAGES]);
                     continue;
                 }
+                // Rows that a tile has not are not copied: no one looks at what is multiplied there. (One row of x in the place of all
+                // of them is where all blocks meet in the L2: experts of 16 rows took 316 µs, and 213 without.)
                 if (tail == 0 || k + BK <= p.features) {
 #pragma unroll
                     for (u32 j = 0; j < PASSES; ++j) {
-                        copy16(to + j * (EACH * 128), x[j]);
+                        if (j < mine) copy16(to + j * (EACH * 128), x[j]);
                         x[j] += 2 * BK;
                     }
                 } else {
                     const u32 bytes = 8 * chunk < tail ? 16 : 0; // W's zeros must not meet Inf or NaN
 #pragma unroll
-                    for (u32 j = 0; j < PASSES; ++j) copy16(to + j * (EACH * 128), bytes ? x[j] : (const u8 *)p.x, bytes);
+                    for (u32 j = 0; j < PASSES; ++j)
+                        if (j < mine) copy16(to + j * (EACH * 128), bytes ? x[j] : (const u8 *)p.x, bytes);
                 }
-                ring.template copying<LAG>(s);
+                ring.copying(s);
             }
         }
         if (!waited) { // h is made by the kernel before
-            ring.finish(s);
             wait_for_producer();
             waited = true;
         }
         wait(s.told[turn & 1], turn >> 1 & 1);
         const u32 steps = info.steps;
-        if (steps) ring.finish(s); // D's last stages do not wait for LoRA's addresses, nor LoRA's for the next tile's
         u32 adapter = 0, before = 0;
 #pragma unroll 1
         for (u32 i = 0; i < steps; ++i) {
@@ -409,15 +399,13 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
             if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread);
             else if (p.rank_block == 32) load_lora<TRANSPOSED, BN, 32>(p, t, info, at, slot, i - before, thread);
             else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
-            ring.template copying<LAG>(s);
+            ring.copying(s);
         }
-        // the next tile but one is told of when the multiplying warps have done with the tile before this, and so with all its
-        // stages: those left on their way must be this tile's own
-        if (in_order || steps || ring.issued - begun < LAG) ring.finish(s);
         __syncwarp();
         if (thread % 32 == 0) arrive(s.heard[turn & 1]);
     }
-    ring.finish(s);
+    copies_commit();
+    copies_wait<0>();
 }
 
 // --- multiplying ---
@@ -475,26 +463,27 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             wait(s.full[used % STAGES], used / STAGES & 1);
             return shared_address(s.stages[used % STAGES]);
         };
-        auto done = [&](bool release) { // all but the newest stage are read
+        auto release = [&](u32 stage) {
+            if (lane == 0) arrive(s.empty[stage % STAGES]);
+        };
+        auto all_but_the_newest = [] { // are read
             multiplies_commit();
             multiplies_wait<1>();
-            if (release && lane == 0) arrive(s.empty[(used - 1) % STAGES]);
-            ++used;
         };
         auto unread = [&] {
             __syncwarp();
-            if (lane == 0) arrive(s.empty[used % STAGES]);
-            ++used;
+            release(used++);
         };
         static constexpr u32 B_16 = TRANSPOSED ? N_MAJOR_16 : K_MAJOR_16;
         const u32 steps = masked ? 0 : p.sum_groups * ((p.features + BK - 1) / BK), width = min(p.rank_block, BK);
+        const bool reuses = twice(p);
         bool nonfinite = false;
         if (idle) {
             for (u32 i = 0; i < steps; ++i) take(), unread();
             wait(s.told[turn & 1], turn >> 1 & 1);
             for (u32 i = 0; i < info.steps; ++i) {
                 const u32 at = take();
-                if (info.mixed) take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width);
+                if (info.mixed && !(reuses && i % 2)) take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width);
                 unread();
             }
         } else {
@@ -505,7 +494,9 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
                 multiplies_begin();
 #pragma unroll
                 for (u32 k = 0; k < BK / 16; ++k) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * k);
-                done(i > 0);
+                all_but_the_newest();
+                if (i > 0) release(used - 1);
+                ++used;
             }
             wait(s.told[turn & 1], turn >> 1 & 1);
             const u32 more = info.steps;
@@ -514,16 +505,22 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
 #pragma unroll 1
             for (u32 i = 0; i < more; ++i) {
                 const u32 at = take();
-                if (info.mixed) nonfinite |= take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width);
-                const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(at + X_BYTES) : k_major(at + X_BYTES);
+                const bool low = reuses && i % 2; // B lies in the stage before, which is kept for it
+                const u32 b_at = (low ? shared_address(s.stages[(used - 1) % STAGES]) : at) + X_BYTES;
+                if (info.mixed && !low) nonfinite |= take_nonfinite<TRANSPOSED, BN>(b_at, width);
+                const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(b_at) : k_major(b_at);
                 multiplies_begin();
 #pragma unroll
                 for (u32 k = 0; k < BK / 16; ++k)
                     if (k < slices) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * (k & again));
-                done(steps + i > 0);
+                all_but_the_newest();
+                if (!low && steps + i > 0) release(used - 1);
+                if (!low && reuses && i > 0) release(used - 2);
+                ++used;
             }
             multiplied(d);
-            if (steps + more > 0 && lane == 0) arrive(s.empty[(used - 1) % STAGES]);
+            if (steps + more > 0) release(used - 1);
+            if (reuses && more > 0) release(used - 2);
         }
 
         if (!waited) wait_for_producer(), waited = true; // y may lie where the kernel ahead reads for the last time

@@ -483,7 +483,8 @@ def takes_cuda(p: ExpertProblem) -> bool:
     """Whether csrc/linear.cu may take the product; bf16 and the layouts are for the call to see."""
     if p.arch != "sm_90" or p.itemsize != 2 or not needs_plan(p.routes) or rows_of_expert(p) < CUDA_ROUTES:
         return False
-    return cdiv(p.routes, 128) * p.groups * cdiv(p.out_features, 256) >= 0.7 * p.sms
+    tiles = max(cdiv(p.routes, 128), min(p.routes, p.experts))  # an expert's last tile may have few rows
+    return tiles * p.groups * cdiv(p.out_features, 256) >= 0.7 * p.sms
 
 
 def leaves_activation(p: ExpertProblem) -> bool:

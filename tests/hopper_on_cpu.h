@@ -23,7 +23,8 @@ constexpr u64 MAP = 0x70616d20726f736e;
 constexpr u32 N = 256, M = 16; // of a warp's part of a product, the widest one
 constexpr u32 NONE = ~0u;
 
-struct Copy { u32 to; const u8 *from; u32 bytes, group; };
+struct Copy { u32 to; const u8 *from; u32 bytes, group, number; };
+struct Arrival { u32 barrier, behind; }; // when the copies before number `behind` have landed
 struct Piece { // of a box: rows of 128 bytes
     u32 to, barrier, rows;
     const u64 *map;
@@ -33,7 +34,8 @@ struct Piece { // of a box: rows of 128 bytes
 struct Product { u64 a, b; bool transposed; u32 columns, joined; };
 struct Lane { // of a thread
     std::vector<Copy> copies;
-    u32 copy_group = 0, products = 0, product_groups = 0;
+    std::vector<Arrival> arrivals;
+    u32 copied = 0, copy_group = 0, products = 0, product_groups = 0;
     std::vector<u32> unfenced; // what it wrote for the matrix units, in 16 bytes
     std::map<const Barrier *, i64> phases; // the phase of a barrier that it waited for last
     float *d = nullptr; // in the matrix units' hands
@@ -59,6 +61,7 @@ inline size_t hidden_bytes;
 inline std::vector<u8> hidden_copy;
 inline bool is_hidden;
 extern "C" {
+u64 copies_made; // by cp.async
 u32 behind_any_kernel; // not behind our shrink, which lets others start when all before it have ended
 }
 
@@ -82,7 +85,8 @@ inline void copy(u32 to, const void *from, u32 bytes) {
     const u8 *f = (const u8 *)from;
     if (bytes && hidden && f >= hidden && f < hidden + hidden_bytes && !lane().waited) fail("h is read before the kernel that makes it has ended");
     garbage(at(to, 16), 16);
-    lane().copies.push_back({to, f, bytes, lane().copy_group});
+    ++copies_made;
+    lane().copies.push_back({to, f, bytes, lane().copy_group, lane().copied++});
 }
 inline void land(const Copy &c) {
     u8 data[16] = {};
@@ -95,6 +99,19 @@ inline void land_some(Lane &l) {
         land(l.copies[i]);
         l.copies[i] = l.copies.back(), l.copies.pop_back();
     }
+}
+inline void arrive_behind(Lane &l) {
+    size_t kept = 0;
+    for (const Arrival &a : l.arrivals) {
+        bool landed = true;
+        for (const Copy &c : l.copies) landed &= c.number >= a.behind;
+        if (landed) {
+            Barrier &b = barrier(a.barrier);
+            --b.pending;
+            settle(b);
+        } else l.arrivals[kept++] = a;
+    }
+    l.arrivals.resize(kept);
 }
 inline void copies_wait(u32 newest) {
     Lane &l = lane();
@@ -235,6 +252,7 @@ inline void products_wait(u32 newest) {
 inline bool work() {
     bool left = !pieces.empty();
     for (Lane &l : lanes) {
+        if (!l.arrivals.empty()) arrive_behind(l), left = true;
         if (l.copies.empty()) continue;
         if (one_in(landing)) land_some(l);
         left = true;
@@ -254,6 +272,7 @@ inline bool work() {
 inline const char *check_rest() {
     for (Lane &l : lanes) {
         if (!l.copies.empty()) return "a thread has ended with copies on their way";
+        if (!l.arrivals.empty()) return "a thread has ended with a barrier to arrive at";
         if (l.d != nullptr) return "a thread has ended with products on their way";
     }
     for (u32 w = 0; w < quarters.size(); ++w) {
@@ -346,6 +365,7 @@ inline u32 exchange(u32 v, u32 with) { return __shfl_xor_sync(~0u, v, with); }
 inline void copy16(u32 to, const void *from) { cpu::copy(to, from, 16); }
 inline void copy16(u32 to, const void *from, int valid) { cpu::copy(to, from, valid); }
 inline void call_into_l2(const void *) {}
+inline void arrive_with_copies(const u64 &barrier) { cpu::lane().arrivals.push_back({shared_address(&barrier), cpu::lane().copied}); }
 inline void copies_commit() { ++cpu::lane().copy_group; }
 template <int N> void copies_wait() { cpu::copies_wait(N), cpu::stumble(); }
 

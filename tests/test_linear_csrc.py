@@ -641,7 +641,7 @@ def test_gradient_of_x_of_experts(on_cpu, monkeypatch, factors, weights):
         )
 
 
-@pytest.mark.parametrize("rank", [16, 32, 128])
+@pytest.mark.parametrize("rank", [16, 32, 64, 128])
 def test_inf_and_nan_of_experts(on_cpu, monkeypatch, rank):
     c = build_routes("per expert", experts=5, **EXPERTS | dict(rank=rank))
     clean = rounded(c.double().linear(reference.expert_linear), BF16)
@@ -696,7 +696,7 @@ def test_y_is_written_behind_the_kernel_ahead(library, monkeypatch, tmp_path):
     def change(text):
         text = text.replace(write, f'if (cpu::is_hidden) cpu::fail("y is written while the kernel ahead runs"); {write}')
         text = text.replace(ahead, f"for (u32 i = 0; i < 3000; ++i) cpu::yield();\n{ahead}")
-        return re.sub(r"^KERNEL\((?!linear_bf16_256_experts,).*$", "", text, flags=re.MULTILINE)
+        return only_experts(text)
 
     on_cpu = OnCpu(compiled(tmp_path, change), monkeypatch)
     masked = build_routes("per expert", experts=5, **EXPERTS | dict(ids=routes([0, 130, 20, 64, 0], 300), out=16))
@@ -709,10 +709,10 @@ def test_y_is_written_behind_the_kernel_ahead(library, monkeypatch, tmp_path):
 
 FAULTS = {
     "a stage is given back too early": (
-        "if (release && lane == 0) arrive(s.empty[(used - 1) % STAGES]);",
-        "if (lane == 0) arrive(s.empty[used % STAGES]);",
+        "                if (i > 0) release(used - 1);\n",
+        "                release(used);\n",
     ),
-    "copies are signalled too early": ("copies_wait<LEFT>();", "copies_wait<LEFT + 1>();"),
+    "copies are signalled too early": ("{ arrive_with_copies(s.full[", "{ arrive(s.full["),
     "B is changed without a fence": ("    if (found) written_for_matrix_units();\n", ""),
     "W is fetched a use of a stage ahead": (
         "++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);",
@@ -735,3 +735,34 @@ def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
         for _ in range(8):  # orders of events
             assert_equal(run_dense(on_cpu, c, weight, bias, h, programs=1)[:, seen], want)
     on_cpu.close()
+
+
+def only_experts(text):
+    return re.sub(r"^KERNEL\((?!linear_bf16_256_experts,).*$", "", text, flags=re.MULTILINE)
+
+
+def test_the_emulation_sees_what_low_reads(monkeypatch, tmp_path):
+    """Of 64 columns high and low have one B: its stage must be kept until low's products are done."""
+    emulation.needs_compiler()
+    kept, given = "if (!low && steps + i > 0) release(used - 1);", "if (!low && reuses && i > 0) release(used - 2);"
+    end = "if (reuses && more > 0) release(used - 2);"
+    assert all((ROOT / "csrc/linear.cu").read_text().count(line) == 1 for line in (kept, given, end))
+
+    def change(text):
+        return only_experts(text.replace(kept, "if (steps + i > 0) release(used - 1);").replace(given, "").replace(end, ""))
+
+    on_cpu = OnCpu(compiled(tmp_path, change), monkeypatch)
+    c = build_routes("per expert", experts=5, **EXPERTS | dict(rank=64))
+    with pytest.raises(AssertionError):
+        for _ in range(8):
+            experts(on_cpu, monkeypatch, c)
+    on_cpu.close()
+
+
+def test_rows_that_a_tile_has_not_are_not_copied(on_cpu, monkeypatch):
+    """Nor is one row in the place of all of them: the whole GPU would ask for it. 214 routes have an expert, one block of columns."""
+    c = build_routes("per expert", experts=5, **EXPERTS | dict(features=200, out=40))
+    copies = ctypes.c_uint64.in_dll(on_cpu.library, "copies_made")
+    copies.value = 0
+    experts(on_cpu, monkeypatch, c, lora=False)
+    assert copies.value == 214 * 4 * 8  # stages of 64 columns; 16 bytes a copy
