@@ -108,10 +108,25 @@ template <u32 BN> __device__ __forceinline__ u32 column_blocks(const Params &p) 
 
 template <u32 BN> __device__ __forceinline__ Tile tile_of(const Params &p, const Shared<BN> &s, u32 index, u32 row_tiles, u32 blocks) {
     Tile t;
-    const u32 turn = index / (p.tile_group * blocks), place = index % (p.tile_group * blocks);
-    const u32 height = min(row_tiles - turn * p.tile_group, p.tile_group);
-    const u32 tile = turn * p.tile_group + place % height;
-    u32 block = place / height;
+    t.expert = 0, t.end = p.rows;
+    u32 block;
+    if (p.mode == EXPERT) { // an expert's tiles of rows take turns at each block of W: the L2 has it for all but the first
+        u32 low = 0, high = p.experts; // the first expert whose tiles end behind this one
+        while (low < high) {
+            const u32 middle = (low + high) / 2;
+            if (s.tiles[middle] * blocks > index) high = middle;
+            else low = middle + 1;
+        }
+        const u32 before = low ? s.tiles[low - 1] : 0, height = s.tiles[low] - before, place = index - before * blocks;
+        t.expert = low, t.end = s.ends[low];
+        t.first = (low ? s.ends[low - 1] : 0) + place % height * BM;
+        block = place / height;
+    } else {
+        const u32 turn = index / (p.tile_group * blocks), place = index % (p.tile_group * blocks);
+        const u32 height = min(row_tiles - turn * p.tile_group, p.tile_group);
+        t.first = (turn * p.tile_group + place % height) * BM;
+        block = place / height;
+    }
     if (p.slices) {
         t.group = 0, t.w_group = 0;
         for (u32 width; block >= (width = (p.starts[t.group + 1] - p.starts[t.group] + BN - 1) / BN);) block -= width, ++t.group;
@@ -120,18 +135,6 @@ template <u32 BN> __device__ __forceinline__ Tile tile_of(const Params &p, const
         const u32 width = (p.columns + BN - 1) / BN;
         t.group = t.w_group = block / width;
         t.n = block % width * BN, t.n_end = p.columns;
-    }
-    t.expert = 0, t.first = tile * BM, t.end = p.rows;
-    if (p.mode == EXPERT) {
-        u32 low = 0, high = p.experts; // the first expert whose tiles end behind this one
-        while (low < high) {
-            const u32 middle = (low + high) / 2;
-            if (s.tiles[middle] > (int)tile) high = middle;
-            else low = middle + 1;
-        }
-        t.expert = low;
-        t.first = (low ? s.ends[low - 1] : 0) + (tile - (low ? s.tiles[low - 1] : 0)) * BM;
-        t.end = s.ends[low];
     }
     return t;
 }

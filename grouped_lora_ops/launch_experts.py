@@ -471,12 +471,12 @@ def linear_with(p: ExpertProblem, block_m: int = 16, mixed: bool = False, **chan
     return ExpertLinearConfig(tiles=tiles, **chosen)
 
 
-# From so many routes of an expert on csrc/linear.cu is the faster one: its tiles are 128 high, whatever adapters meet in them.
-# (H200, expert_mlp at T = 4096: dsv3, 128 routes, 9.6 ms against 12.1; qwen3-30b, 256 routes, 4 adapters, 1101 µs against 1367.)
-CUDA_ROUTES = 96
-# Where all routes have one adapter, from so many on gate_up stays with Triton's kernel, which has the activation inside: qwen3-30b, T = 4096,
-# 924 µs against 895, but h1 would be 100 MiB more.
-ACTIVATED_ROUTES = 192
+# From so many routes of an expert on csrc/linear.cu is the faster one: its tiles are 128 high, whatever adapters meet in them. H200,
+# expert_mlp against Triton's kernels, qwen3-30b (128 experts, top-8) and dsv3 (256):
+#   3 routes, 4 adapters of rank 16 341 µs, not 362; 16 routes, 4 adapters 391, not 447, 16 adapters 478, not 593, one adapter 351 and 352;
+#   dsv3, one adapter, 16 routes 5318, not 6541, 4 routes 5152, not 5106; 2 routes, 4 adapters 4537, not 4466.
+# gate_up leaves its activation to a kernel of its own then (256 routes, one adapter: 770 µs, not 852, for 100 MiB of h1).
+CUDA_ROUTES = 3
 
 
 def takes_cuda(p: ExpertProblem) -> bool:
@@ -485,11 +485,6 @@ def takes_cuda(p: ExpertProblem) -> bool:
         return False
     tiles = max(cdiv(p.routes, 128), min(p.routes, p.experts))  # an expert's last tile may have few rows
     return tiles * p.groups * cdiv(p.out_features, 256) >= 0.7 * p.sms
-
-
-def leaves_activation(p: ExpertProblem) -> bool:
-    """Whether gate_up's product is csrc/linear.cu's, and the activation another kernel's, where nobody else wants h1."""
-    return takes_cuda(p) and (p.mixed or rows_of_expert(p) < ACTIVATED_ROUTES)
 
 
 # From so many routes of a pair on its own tiles are the faster ones, whatever `linear_cost` says: H200, qwen3-30b with 4 adapters,

@@ -16,7 +16,7 @@ import torch
 from grouped_lora_ops import _builds, cuda, driver, launch, launch_experts, launch_linear
 from grouped_lora_ops.launch_experts import ExpertProblem
 from grouped_lora_ops.launch_linear import CudaConfig
-from grouped_lora_ops.ops import common, expert_stages, linear_cuda
+from grouped_lora_ops.ops import common, expert_launch, linear_cuda
 
 BF16 = torch.bfloat16
 
@@ -150,7 +150,7 @@ def test_experts_take_it_where_they_have_many_routes():
 
 
 def test_experts_tiles_stay_as_they_were(monkeypatch):
-    cases = [routed(**c) for c in (dict(), dict(slots=1, mixed=False), dict(rank=0), dict(rank=512), dict(routes=1000))]
+    cases = [routed(**c) for c in (dict(), dict(slots=1, mixed=False), dict(rank=0), dict(rank=512), dict(routes=300))]
     chosen = [launch_experts.linear(p, transposed) for p in cases for transposed in (False, True)]
     assert [c.cuda for c in chosen] == [True] * 8 + [False] * 2
     assert all(c.rank_block in (16, 32, 64, 128) for c in chosen), "the pieces of r that the kernel has stages for"
@@ -161,16 +161,32 @@ def test_experts_tiles_stay_as_they_were(monkeypatch):
 
 
 def test_h1_is_stored_where_its_product_is_csrcs(monkeypatch):
-    """One adapter's long runs stay with the kernel that has the activation inside; what trains wants h1 anyway."""
+    """Asked ahead of the product, so by what decides there: the choice, a plan, the kernel, the layouts of W and of the factors."""
     monkeypatch.setattr(common, "facts", lambda t: ("sm_90", 132))
-    long, short = 1 << 15, 16 * (launch_experts.ACTIVATED_ROUTES - 1)
+    monkeypatch.setattr(linear_cuda, "loaded", lambda *args: object())
+    launched = lambda *args: pytest.fail("a copy of a factor")  # noqa: E731
+    monkeypatch.setattr(expert_launch, "in_dtype", launched)
     ids = torch.zeros(1, dtype=torch.int64)
-    for routes, adapters, wanted in ((long, ids, True), (long, None, False), (short, None, True), (16 * 64, ids, False)):
-        to = SimpleNamespace(routes=routes, experts=16, slots=2, adapters=adapters, top_k=8)
-        for dtype in (BF16, torch.float16, torch.float32):
-            x = torch.empty(8, 64, dtype=dtype)
-            for weight in (torch.empty(16, 2048, 64, dtype=dtype), torch.empty(16, 2, 1024, 64, dtype=dtype)):
-                assert expert_stages.h1_in_memory(x, weight, to) == (wanted and dtype == BF16), (routes, adapters, dtype)
+
+    def asked(routes=1024, weight=None, rank=16, plan=ids, dtype=BF16, factor_dtype=None, adapters=ids):
+        to = SimpleNamespace(routes=routes, experts=16, slots=2, adapters=adapters, top_k=8, plan=plan)
+        x, weight = torch.empty(8, 64, dtype=dtype), torch.empty(16, 2048, 64, dtype=dtype) if weight is None else weight
+        a = torch.empty(2, 16, rank, 64, dtype=factor_dtype or dtype)
+        b = torch.empty(2, 16, 2048, rank, dtype=factor_dtype or dtype)
+        bias = torch.empty(16, 2048)
+        found = [expert_launch.is_cudas("expert_mlp", x, weight, *pair, to, bias) for pair in ((a, b), (None, None))]
+        return tuple(found)
+
+    assert asked() == asked(adapters=None) == asked(routes=1 << 15) == asked(factor_dtype=torch.float32) == (True, True)
+    assert asked(weight=torch.empty(16, 2, 1024, 64, dtype=BF16)) == (True, True)
+    assert asked(rank=12) == asked(rank=12, factor_dtype=torch.float32) == (False, True)
+    interleaved = torch.empty(16, 1024, 2, 64, dtype=BF16).transpose(1, 2)
+    assert asked(weight=interleaved) == (True, True), "rows that start at multiples of 16 bytes"
+    gaps = torch.empty(16, 2048, 64, 2, dtype=BF16)[..., 0]
+    for changes in (dict(weight=gaps), dict(plan=None), dict(routes=40), dict(dtype=torch.float16), dict(dtype=torch.float32)):
+        assert asked(**changes) == (False, False), changes
+    monkeypatch.setattr(linear_cuda, "loaded", lambda *args: None)
+    assert asked() == (False, False)
 
 
 # --- the layouts ---

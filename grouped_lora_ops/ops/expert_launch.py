@@ -155,31 +155,56 @@ def operands(
     ranks: Tensor | None, groups: int, scalings: Tensor | None = None, out: Tensor | None = None,
 ) -> Operands:  # fmt: skip
     """Views of the operands in `groups` groups or more, and h, by the shrink's launch. out [M, N]: where `run_linear` is to write."""
-    a = b = h = taken = None
-    if lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0:
-        a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
-    groups = max(groups, weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
-    w = weight if weight.dim() == 4 else weight.unflatten(1, (groups, weight.shape[1] // groups))
-    p = problem(x, to, groups, 1 if a is None else a.shape[2], x.shape[1], w.shape[2], 0 if a is None else a.shape[3])
-    if bias is not None and bias.dim() == 2:
-        bias = bias.unflatten(1, (groups, bias.shape[1] // groups))
+    h = taken = None
+    factors = (in_dtype(lora_a, x), in_dtype(lora_b, x)) if _adds(lora_a, x, to) else (None, None)
+    w, a, b, bias, p = _views(x, weight, *factors, to, bias, groups)
     if a is not None:
-        if b.shape[2] != groups:
-            b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
         config, halves = common.configured(launch_experts.shrink, p), False
-        if out is not None and common.configured(launch_experts.linear, p).cuda and _takes_cuda(name, x, w, a, b, bias, outer(out, groups), to):
+        if out is not None and _takes_cuda(name, x, w, a, b, bias, outer(out, p.groups), to, p):
             taken = linear_cuda.counter(x.device)
             halves = not config.split and not (a.shape[1] == 1 and to.per_token(x))
         h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, scalings if halves else None, config=config, halves=halves)
     return Operands(w, h, b, bias, p, taken)
 
 
-def _takes_cuda(name: str, x: Tensor, w: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, to: Routing) -> bool:
-    """Whether csrc/linear.cu, which the choice names, can take the product."""
-    if to.plan is None or linear_cuda.loaded(name, out) is None:
+def _adds(lora_a: Tensor | None, x: Tensor, to: Routing) -> bool:
+    return lora_a is not None and lora_a.shape[-2] > 0 and to.slots > 0 and x.shape[1] > 0
+
+
+def _views(x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None, groups: int) -> tuple:
+    """(W, A, B, bias, problem), all in `groups` groups or more."""
+    a, b = (None, None) if lora_a is None else forms(lora_a, lora_b)
+    groups = max(groups, weight.dim() - 2, 1 if b is None else b.shape[2], 1 if bias is None else bias.dim() - 1)
+    w = weight if weight.dim() == 4 else weight.unflatten(1, (groups, weight.shape[1] // groups))
+    if bias is not None and bias.dim() == 2:
+        bias = bias.unflatten(1, (groups, bias.shape[1] // groups))
+    if b is not None and b.shape[2] != groups:
+        b = b.unflatten(3, (groups, b.shape[3] // groups)).squeeze(2)
+    p = problem(x, to, groups, 1 if a is None else a.shape[2], x.shape[1], w.shape[2], 0 if a is None else a.shape[3])
+    return w, a, b, bias, p
+
+
+def _takes_cuda(
+    name: str, x: Tensor, w: Tensor, a: Tensor | None, b: Tensor | None, bias: Tensor | None, out: Tensor, to: Routing,
+    p: launch_experts.ExpertProblem,
+) -> bool:  # fmt: skip
+    """Whether csrc/linear.cu is chosen, there, and can take the product."""
+    if to.plan is None or not common.configured(launch_experts.linear, p).cuda or linear_cuda.loaded(name, x) is None:
         return False
-    h = torch.empty(to.routes, a.shape[2], 2, a.shape[3], dtype=x.dtype, device="meta")
+    h = None if a is None else torch.empty(to.routes, a.shape[2], 2, a.shape[3], dtype=x.dtype, device="meta")
     return linear_cuda.fits(x[:, None], w, h, b, bias, out, None)
+
+
+def is_cudas(
+    name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None
+) -> bool:
+    """Whether `projection` with these is csrc/linear.cu's product. Nothing is launched, nothing copied."""
+    factors = (None, None)
+    if _adds(lora_a, x, to):
+        factors = (t if t.dtype == x.dtype else torch.empty(t.shape, dtype=x.dtype, device="meta") for t in (lora_a, lora_b))
+    w, a, b, bias, p = _views(x, weight, *factors, to, bias, 1)
+    out = torch.empty(to.routes, *w.shape[1:3], dtype=x.dtype, device="meta")
+    return _takes_cuda(name, x, w, a, b, bias, out, to, p)
 
 
 def projection(

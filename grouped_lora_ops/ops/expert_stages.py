@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import driver, launch_experts
+from .. import driver
 from .._checks_experts import Mlp
 from ..reference import expert_activation
 from . import common
 from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
-from .expert_launch import Routing, activated_projection, problem, projection, routing, run_dot, summed, weighted_rows
+from .expert_launch import Routing, activated_projection, is_cudas, projection, routing, run_dot, summed, weighted_rows
 
 
 class Layer(Mlp):
@@ -83,7 +83,7 @@ def mlp(*args) -> Tensor:
     name, layer = "expert_mlp", Layer(*args).prepared()
     to = layer.routing()
     x = layer.inputs(name, to)
-    if h1_in_memory(x, layer.w_gate_up, to):
+    if is_cudas(name, x, layer.w_gate_up, layer.gate_up_a, layer.gate_up_b, to, layer.b_gate_up):  # which leaves the activation to another
         a = layer.activated(name, layer.hidden(name, to, x), to)
     else:
         a = layer.activated_at_once(name, x, to)
@@ -170,10 +170,3 @@ def mlp_backward(grad_y: Tensor, h1: Tensor | None, *args) -> tuple[Tensor, ...]
 def present(factor: Tensor | None) -> bool:
     """Whether a pair is given and has any rank and slot."""
     return factor is not None and factor.shape[0] > 0 and factor.shape[-2] > 0
-
-
-def h1_in_memory(x: Tensor, weight: Tensor, to: Routing) -> bool:
-    """Whether gate_up's product is csrc/linear.cu's, which leaves the activation to a kernel of its own: h1 is written and read."""
-    groups = weight.shape[1] if weight.dim() == 4 else 1
-    p = problem(x, to, groups, 1, x.shape[1], weight.shape[-2], 0)
-    return x.dtype == torch.bfloat16 and launch_experts.leaves_activation(p)

@@ -55,9 +55,9 @@ def fits(
     return dense_h and b.shape[4] % 8 == 0 and b.shape[0] <= MAX_SLOTS and rows_of_vectors(b, 3 if along_n else 4)
 
 
-def loaded(name: str, out: Tensor, stem: str = "linear") -> cuda.Module | None:
-    """The kernels of csrc/<stem>.cu for out's device, or None where this GPU has none."""
-    module = cuda.module(name, stem, out.device.index)
+def loaded(name: str, like: Tensor, stem: str = "linear") -> cuda.Module | None:
+    """The kernels of csrc/<stem>.cu for a tensor's device, or None where this GPU has none."""
+    module = cuda.module(name, stem, like.device.index)
     there = module is not None and module.constant(name, "available") and driver.has_tensor_maps()
     return module if there else None
 
