@@ -57,6 +57,13 @@ template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[6
                  : F16(0), F16(16), F16(32), F16(48)
                  : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
 }
+// d = a b, whatever d was.
+template <bool TRANSPOSED> __device__ __forceinline__ void multiply_first(float (&d)[64], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " D8(1) D8(2) D8(3) D8(4) D8(5)
+                     "%60, %61, %62, %63}, %64, %65, 0, 1, 1, 0, %66;"
+                 : F16(0), F16(16), F16(32), F16(48)
+                 : "l"(a), "l"(b), "n"(TRANSPOSED ? 1 : 0));
+}
 // … by 64.
 template <bool TRANSPOSED> __device__ __forceinline__ void multiply(float (&d)[32], u64 a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, " D8(1) D8(2)

@@ -14,6 +14,9 @@
 // Tiles are dealt out to the blocks in turn. Those of experts (CLAIMS) take unequal time, and the last of them stood alone: there a block
 // takes the next tile from a counter when it is about to end one.
 //
+// W with a scale for each block of 128 × 128 (SCALED, tiles of 128 columns) comes unscaled: each 128 columns of D have a sum of their own
+// from zero, which joins the accumulator by one fma.
+//
 // The order of every sum is that of kernels/linear.py and kernels/expert_linear.py: one chain over D, then for each piece
 // of `rank_block` columns of h all of high before all of low. An adapter's Inf or NaN in B must not meet the zeros of other
 // rows: where adapters are mixed it is taken out of B, and put to its own rows behind the last stage.
@@ -58,7 +61,9 @@ struct __align__(64) Params {
     u32 starts[MAX_SLICES + 1];
     u32 *taken; // CLAIMS: zero, tiles taken so far
     u32 tail;
-    u32 unused[7];
+    const float *scales;  // SCALED: of W's blocks
+    u32 s_g, s_n, s_d;    // elements: from group to group, from 128 rows of W to the next, from 128 columns
+    u32 unused;
 };
 static_assert(sizeof(Params) == 704); // as ops/linear_cuda.py packs it
 
@@ -288,6 +293,8 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
 
 // --- gathering ---
 
+template <u32 N> struct Number { static constexpr u32 value = N; };
+
 static constexpr u32 EACH = GATHER / 8, PASSES = BM / EACH; // 8 threads a row of x: so many rows at once, so many times
 
 // A stage of LoRA, number `step` of those of one adapter. WIDTH columns of h: high and low side by side, or (64) one of them.
@@ -448,7 +455,48 @@ __device__ __forceinline__ float bias_at(const Params &p, i64 at) {
     return p.flags & BIAS32 ? ((const float *)p.bias)[at] : bf16::widen(((const u16 *)p.bias)[at]);
 }
 
-template <bool TRANSPOSED, bool CLAIMS, u32 BN>
+// d += Σ_b scale[·, b] · (x[:, b] W[:, b]ᵀ) over blocks b of 128 columns of D, two stages each (D's stages are an even number); of a
+// tile's columns some may lie in the next 128 rows of W, with scales of their own.
+template <u32 BN, class Release>
+__device__ __forceinline__ void add_scaled_blocks(const Params &p, const Tile &t, Shared<BN> &s, float (&d)[BN / 2], u32 &used, u32 steps, u32 upper,
+                                                  Release release) {
+    static constexpr u32 STAGES = Shared<BN>::STAGES, BLOCK = 128;
+    const u32 first = t.n / BLOCK, last = (min(t.n + BN, t.n_end) - 1) / BLOCK;
+    const u32 own = first == last ? BN : last * BLOCK - t.n; // columns that have the first scale
+    const float *scales = p.scales + (u64)t.w_group * p.s_g;
+#pragma unroll 1
+    for (u32 i = 0; i < steps; i += BLOCK / BK) {
+        const u32 block = i / (BLOCK / BK);
+        const float scale = scales[(u64)first * p.s_n + block * p.s_d], next = scales[(u64)last * p.s_n + block * p.s_d];
+        float part[BN / 2];
+#pragma unroll
+        for (u32 half = 0; half < BLOCK / BK; ++half, ++used) {
+            wait(s.full[used % STAGES], used / STAGES & 1);
+            const u32 at = shared_address(s.stages[used % STAGES]);
+            const u64 a = k_major(at + upper * (64 * 128)), b = k_major(at + X_BYTES);
+            multiplies_begin();
+#pragma unroll
+            for (u32 k = 0; k < BK / 16; ++k) {
+                if (half == 0 && k == 0) multiply_first<false>(part, a, b);
+                else multiply<false>(part, a + K_MAJOR_16 * k, b + K_MAJOR_16 * k);
+            }
+            multiplies_commit();
+        }
+        multiplies_wait<1>();
+        release(used - 2);
+        multiplied(part);
+        release(used - 1);
+        if (own == BN) {
+#pragma unroll
+            for (u32 j = 0; j < BN / 2; ++j) d[j] = __fmaf_rn(part[j], scale, d[j]);
+        } else {
+#pragma unroll
+            for (u32 j = 0; j < BN / 2; ++j) d[j] = __fmaf_rn(part[j], j / 4 * 8 < own ? scale : next, d[j]);
+        }
+    }
+}
+
+template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN>
 __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
@@ -490,8 +538,9 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
                 unread();
             }
         } else {
+            if constexpr (SCALED) add_scaled_blocks(p, t, s, d, used, steps, upper, release);
 #pragma unroll 1
-            for (u32 i = 0; i < steps; ++i) {
+            for (u32 i = 0; !SCALED && i < steps; ++i) {
                 const u32 at = take();
                 const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(at + X_BYTES) : k_major(at + X_BYTES);
                 multiplies_begin();
@@ -503,26 +552,30 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             }
             wait(s.told[turn & 1], turn >> 1 & 1);
             const u32 more = info.steps;
-            // high and low side by side meet one B: the second half of the products has B's columns again
-            const u32 slices = p.rank_block == 16 ? 2 : 4, again = p.rank_block == 16 ? 0 : p.rank_block == 32 ? 1 : 3;
+            // high and low side by side meet one B: of SLICES products of 16 columns the second half has B's columns again
+            auto add_lora = [&](auto slices, auto again) {
+                constexpr u32 SLICES = decltype(slices)::value, AGAIN = decltype(again)::value;
 #pragma unroll 1
-            for (u32 i = 0; i < more; ++i) {
-                const u32 at = take();
-                const bool low = reuses && i % 2; // B lies in the stage before, which is kept for it
-                const u32 b_at = (low ? shared_address(s.stages[(used - 1) % STAGES]) : at) + X_BYTES;
-                if (info.mixed && !low) nonfinite |= take_nonfinite<TRANSPOSED, BN>(b_at, width);
-                const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(b_at) : k_major(b_at);
-                multiplies_begin();
+                for (u32 i = 0; i < more; ++i) {
+                    const u32 at = take();
+                    const bool low = reuses && i % 2; // B lies in the stage before, which is kept for it
+                    const u32 b_at = (low ? shared_address(s.stages[(used - 1) % STAGES]) : at) + X_BYTES;
+                    if (info.mixed && !low) nonfinite |= take_nonfinite<TRANSPOSED, BN>(b_at, width);
+                    const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(b_at) : k_major(b_at);
+                    multiplies_begin();
 #pragma unroll
-                for (u32 k = 0; k < BK / 16; ++k)
-                    if (k < slices) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * (k & again));
-                all_but_the_newest();
-                if (!low && steps + i > 0) release(used - 1);
-                if (!low && reuses && i > 0) release(used - 2);
-                ++used;
-            }
-            multiplied(d);
-            if (steps + more > 0) release(used - 1);
+                    for (u32 k = 0; k < SLICES; ++k) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * (k & AGAIN));
+                    all_but_the_newest();
+                    if (!low && (SCALED ? 0 : steps) + i > 0) release(used - 1);
+                    if (!low && reuses && i > 0) release(used - 2);
+                    ++used;
+                }
+                multiplied(d);
+            };
+            if (p.rank_block == 16) add_lora(Number<2>(), Number<0>());
+            else if (p.rank_block == 32) add_lora(Number<4>(), Number<1>());
+            else add_lora(Number<4>(), Number<3>());
+            if ((SCALED ? 0 : steps) + more > 0) release(used - 1);
             if (reuses && more > 0) release(used - 2);
         }
 
@@ -606,7 +659,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
     }
 }
 
-template <bool TRANSPOSED, bool CLAIMS, u32 BN> __device__ __forceinline__ void run(const Params &p) {
+template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Shared<BN> &s = *(Shared<BN> *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
     if (threadIdx.x == 0) {
@@ -656,7 +709,7 @@ template <bool TRANSPOSED, bool CLAIMS, u32 BN> __device__ __forceinline__ void 
     const u32 blocks = column_blocks<BN>(p);
     if (threadIdx.x < MULTIPLY) {
         if constexpr (BN > 64) more_registers<200>();
-        multiply_and_write<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
+        multiply_and_write<TRANSPOSED, CLAIMS, SCALED>(p, s, row_tiles, blocks);
     } else {
         if constexpr (BN > 64) fewer_registers<104>();
         if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
@@ -666,23 +719,24 @@ template <bool TRANSPOSED, bool CLAIMS, u32 BN> __device__ __forceinline__ void 
 }
 
 // 64: at most 128 registers a thread, though no more threads run: a shrink's block has some beside it.
-#define KERNEL(name, transposed, claims, columns)                                                                                                   \
+#define KERNEL(name, transposed, claims, scaled, columns)                                                                                           \
     extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS) name(const __grid_constant__ Params p) {                            \
-        run<transposed, claims, columns>(p);                                                                                                        \
+        run<transposed, claims, scaled, columns>(p);                                                                                                \
     }
 #else
 extern "C" __device__ const int shared_bytes_256 = 0;
 extern "C" __device__ const int shared_bytes_128 = 0;
 extern "C" __device__ const int shared_bytes_64 = 0;
-#define KERNEL(name, transposed, claims, columns)                                                                                                   \
+#define KERNEL(name, transposed, claims, scaled, columns)                                                                                           \
     extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(linear_bf16_256, false, false, 256)
-KERNEL(linear_bf16_256_transposed, true, false, 256)
-KERNEL(linear_bf16_256_experts, false, true, 256)
-KERNEL(linear_bf16_256_experts_transposed, true, true, 256)
-KERNEL(linear_bf16_128, false, false, 128)
-KERNEL(linear_bf16_128_transposed, true, false, 128)
-KERNEL(linear_bf16_64, false, false, 64)
-KERNEL(linear_bf16_64_transposed, true, false, 64)
+KERNEL(linear_bf16_256, false, false, false, 256)
+KERNEL(linear_bf16_256_transposed, true, false, false, 256)
+KERNEL(linear_bf16_256_experts, false, true, false, 256)
+KERNEL(linear_bf16_256_experts_transposed, true, true, false, 256)
+KERNEL(linear_bf16_128, false, false, false, 128)
+KERNEL(linear_bf16_128_scaled, false, false, true, 128)
+KERNEL(linear_bf16_128_transposed, true, false, false, 128)
+KERNEL(linear_bf16_64, false, false, false, 64)
+KERNEL(linear_bf16_64_transposed, true, false, false, 64)

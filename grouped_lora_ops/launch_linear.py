@@ -329,7 +329,13 @@ def scaled(p: Problem, transposed: bool = False, fp16: bool = False) -> LinearCo
         config = tiles(p, transposed, fp16)
         block_m = config.block_m if has_e4m3(p.arch) else min(config.block_m, 64)
         config = scaled_with(p, config.mode, block_m, block_n=min(config.block_n, 128 if wgmma else 64), num_warps=8)
-    return _with_stream(p, config, transposed, fp16, True)
+    config, programs = _with_stream(p, config, transposed, fp16, True), _programs(p, 128, 128)
+    whole = cdiv(p.in_features, 64) % 2 == 0  # stages of 64 columns of D, of which a block of scales has two
+    if p.arch != "sm_90" or p.itemsize != 2 or fp16 or transposed or not whole or config.stream is not None or programs < 0.7 * p.sms:
+        return config
+    # csrc/linear.cu multiplies by W in bf16 without its scales (kernels/dequantize.py), which it has for every 128 columns of D
+    cuda = CudaConfig(SORTED if _sorts(p) else ROWS, min(p.sms, programs), 8, 128)
+    return replace(config, shrink=_shrink_ahead(p, config.shrink, programs), cuda=cuda)
 
 
 def dequantizes(p: Problem) -> bool:

@@ -107,7 +107,8 @@ def record_dequantized(typed: bool) -> None:
         dtype = torch.float8_e4m3fn if typed else torch.uint8
         weight = torch.empty(groups, columns, rows, dtype=dtype).mT if storage == "transposed" else torch.empty(groups, rows, columns, dtype=dtype)
         scales = torch.empty(groups, -(-rows // 128), -(-columns // 128), dtype=torch.uint8)
-        kernels.dequantize("linear", weight, scales, torch.empty(groups, rows, columns, dtype=torch.bfloat16))
+        for given in (scales, None):
+            kernels.dequantize("linear", weight, given, torch.empty(groups, rows, columns, dtype=torch.bfloat16))
 
 
 def record_halves() -> None:

@@ -381,6 +381,11 @@ inline void fetch_box(u32 to, const void *map, int c0, int c1, int c2, int c3, c
 }
 
 template <bool TRANSPOSED, u32 ELEMENTS> void multiply(float (&d)[ELEMENTS], u64 a, u64 b) { cpu::issue(d, ELEMENTS, a, b, TRANSPOSED); }
+template <bool TRANSPOSED, u32 ELEMENTS> void multiply_first(float (&d)[ELEMENTS], u64 a, u64 b) {
+    if (cpu::lane().d != nullptr) cpu::fail("wgmma: a new sum while the one before is on its way");
+    for (float &v : d) v = 0.0f;
+    multiply<TRANSPOSED>(d, a, b);
+}
 inline void multiplies_begin() { cpu::lane().fenced = true; }
 inline void multiplies_commit() { cpu::commit(), cpu::stumble(); }
 template <int N> void multiplies_wait() { cpu::products_wait(N); }

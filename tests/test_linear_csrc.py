@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import FORMS, NAN, assert_equal, place, rounded
 from expert_cases import FACTORS, build_routes
-from linear_cases import case, want_grads, want_linear
+from linear_cases import case, scaled_case, spread, want_grads, want_linear
 
 from grouped_lora_ops import _checks, cuda, driver, launch, launch_experts, launch_linear, reference
 from grouped_lora_ops.kernels import halves as kernels
@@ -305,6 +305,37 @@ def whole_forward(on_cpu, monkeypatch, c, weight, bias, split):
     linear_op._run("linear", dims, x, w, a, b, y, c.ids, c.scalings, bias, c.ranks, None, None)
     assert_equal(y, want_linear(c, weight, bias), f"split {split}, seed {on_cpu.seed - 1}")
     assert untouched()
+
+
+@both_orders
+@pytest.mark.parametrize(
+    "form, sizes, features, rank",
+    [
+        ("plain", None, 128, 16), ("wo_a", None, 200, 40), ("wo_a with an A per group", None, 112, 8), ("slices", [40, 264, 120], 256, 24),
+        ("slices of grouped x", [128, 8, 136], 96, 64), ("shared input", None, 256, 0),
+    ],
+)  # fmt: skip
+def test_scales_of_blocks(on_cpu, monkeypatch, form, sizes, features, rank, sort):
+    """A weight in e4m3 with float32 scales, from x on: W in bf16 without them, tiles whose columns have one row of scales or two."""
+    c, weight, scale, bias = scaled_case(form, BF16, **SIZES | dict(rank=max(rank, 8), features=features, tokens=150), ranks=True, sizes=sizes)
+    scale *= torch.randint(1, 4, scale.shape, generator=torch.Generator().manual_seed(2))
+    if rank == 0:
+        c = replace(c, a=c.a[..., :0, :], b=c.b[..., :0])
+
+    def choose(p, transposed=False, fp16=False):
+        chosen = launch_linear.CudaConfig(launch_linear.SORTED if sort else launch_linear.ROWS, 2, 2, 128)
+        shrink = launch.shrink_with(p, 32, launch.rank_block(p.rank, 2), 128, 4, 3, split=not sort) if p.rank else None
+        return replace(launch_linear.scaled_with(p, launch_linear.ROWS, 64), cuda=chosen, shrink=shrink, pdl=False)
+
+    monkeypatch.setattr(launch_linear, "scaled", choose)
+    common.configured.cache_clear()
+    out, untouched = room_for(on_cpu, common.grouped(c.base, 3))
+    y = out.view(c.base.shape) if c.base.dim() == 3 else out[:, 0]
+    x, w, a, b, s = (on_cpu.edge(t) for t in (c.x, weight, c.a, c.b, scale))
+    dims = _checks.linear("linear", c.x, weight, c.a, c.b, c.ids, c.scalings, bias, c.out_sizes, c.ranks, None, scale)
+    linear_op._run("linear", dims, x, w, a, b, y, c.ids, c.scalings, bias, c.ranks, None, s)
+    assert on_cpu.last == "linear_bf16_128_scaled" and untouched()
+    assert_equal(y, want_linear(c, weight.double() * spread(scale, weight), bias), f"seed {on_cpu.seed - 1}")
 
 
 @both_orders
@@ -744,12 +775,12 @@ def only_experts(text):
 def test_the_emulation_sees_what_low_reads(monkeypatch, tmp_path):
     """Of 64 columns high and low have one B: its stage must be kept until low's products are done."""
     emulation.needs_compiler()
-    kept, given = "if (!low && steps + i > 0) release(used - 1);", "if (!low && reuses && i > 0) release(used - 2);"
+    kept, given = "if (!low && (SCALED ? 0 : steps) + i > 0) release(used - 1);", "if (!low && reuses && i > 0) release(used - 2);"
     end = "if (reuses && more > 0) release(used - 2);"
     assert all((ROOT / "csrc/linear.cu").read_text().count(line) == 1 for line in (kept, given, end))
 
     def change(text):
-        return only_experts(text.replace(kept, "if (steps + i > 0) release(used - 1);").replace(given, "").replace(end, ""))
+        return only_experts(text.replace(kept, kept.replace("!low && ", "")).replace(given, "").replace(end, ""))
 
     on_cpu = OnCpu(compiled(tmp_path, change), monkeypatch)
     c = build_routes("per expert", experts=5, **EXPERTS | dict(rank=64))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import DTYPES, assert_bits
@@ -21,7 +23,7 @@ from linear_cases import (
 
 from grouped_lora_ops import launch, launch_linear, reference
 from grouped_lora_ops.launch_linear import ROWS, SORTED, linear_with, scaled_with
-from grouped_lora_ops.ops import common, prepared
+from grouped_lora_ops.ops import common, linear_cuda, prepared
 
 pytestmark = pytest.mark.gpu
 TAIL = (None, None, None, None, [True, False, False, False, False])  # no bias, sizes, ranks, plan; the gradient of x
@@ -286,6 +288,40 @@ def test_every_scaled_choice_gives_the_same_bits(dtype, monkeypatch):
         prepared.forget()
         assert_bits(torch.ops.grouped_lora.linear(x, weight, *args), want, name)
         assert_bits(torch.ops.grouped_lora.linear(x, weight_t, *args), want, f"{name}, transposed")
+
+
+@pytest.mark.parametrize("features, out, sizes", [(1024, 504, None), (640, 136, None), (352, 528, [200, 264, 64])])
+def test_float32_scales_by_csrcs_kernel(monkeypatch, features, out, sizes):
+    """The bits of the Triton kernels, in both orders of rows, with as many blocks as there are and with few."""
+    product, answers = linear_cuda.product, []
+    monkeypatch.setattr(linear_cuda, "product", lambda *args: answers.append(product(*args)) or answers[-1])
+    for rank, slots, tokens in ((16, 5, 1000), (64, 1, 300), (40, 3, 129), (0, 1, 700)):
+        x, weight, scale, a, b, ids, scalings, bias = random_scaled(
+            "cuda", torch.bfloat16, tokens, features, out, slots=slots, groups=4, rank=max(rank, 8)
+        )
+        if sizes:
+            x, weight, scale, b, bias = x[:, 0], weight[0], scale[0], b[:, 0], bias[0]
+            a = a[:, None].expand(-1, 3, -1, -1).contiguous()
+        if rank == 0:
+            a, b = a[..., :0, :], b[..., :0]
+        args = (x, weight, a, b, ids, scalings, bias, sizes, None, None, scale)
+
+        def result(cuda, args=args):
+            def choose(p, *_):
+                config = scaled_with(p, ROWS, 64, block_n=64, num_warps=8)
+                return replace(config, cuda=cuda, shrink=None if p.rank == 0 else replace(config.shrink, pdl=True))
+
+            monkeypatch.setattr(launch_linear, "scaled", choose)
+            common.configured.cache_clear()
+            prepared.forget()
+            return torch.ops.grouped_lora.linear(*args)
+
+        want = result(None)
+        assert not answers
+        for mode, programs in ((ROWS, 132), (SORTED, 132), (SORTED, 3)):
+            assert_bits(result(launch_linear.CudaConfig(mode, programs, 8, 128)), want, f"{rank} {slots} {tokens} {mode} {programs}")
+            assert answers == [True]
+            answers.clear()
 
 
 @scaled_dtypes

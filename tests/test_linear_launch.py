@@ -48,7 +48,19 @@ def test_other_gpus_and_dtypes_do_not():
     assert launch_linear.linear(problem(itemsize=4)).cuda is None
     for transposed in (False, True):
         assert launch_linear.linear(problem(), transposed, fp16=True).cuda is None
-        assert launch_linear.scaled(problem(), transposed).cuda is None, "e4m3 weights"
+        assert launch_linear.scaled(problem(), transposed, fp16=True).cuda is None
+    assert launch_linear.scaled(problem(), True).cuda is None, "the gradient of x beside float32 scales"
+
+
+def test_float32_scales_take_it_from_a_wave_of_tiles_of_128_columns_on():
+    many = launch_linear.scaled(problem(tokens=1024))
+    assert many.cuda == CudaConfig(launch_linear.SORTED, 132, 8, 128) and many.stream is None
+    assert launch_linear.scaled(problem(tokens=1024, slots=1)).cuda.mode == launch_linear.ROWS
+    assert launch_linear.scaled(problem(tokens=256)).cuda is None, "64 tiles for 132 multiprocessors"
+    assert launch_linear.scaled(problem(tokens=64)).cuda is None and launch_linear.scaled(problem(tokens=64)).stream is not None
+    assert launch_linear.scaled(problem(in_features=4096 - 32)).cuda == many.cuda
+    for changes in (dict(in_features=4096 - 64), dict(arch="sm_89"), dict(arch="sm_100")):
+        assert launch_linear.scaled(problem(**changes)).cuda is None, changes
 
 
 def test_narrow_tiles_where_wide_ones_leave_multiprocessors_idle():
@@ -118,7 +130,7 @@ def test_a_whole_shrink_ahead_of_csrcs_stream_stays_in_float32(monkeypatch):
     assert config.stream is not None and config.cuda is not None and not config.shrink.split
     linear_op = importlib.import_module("grouped_lora_ops.ops.linear")
     monkeypatch.setattr(linear_cuda, "loaded", lambda *args: pytest.fail("asked for"))
-    assert not linear_op._reads_halves("linear", None, None, None, None, None, None, None, None, config)
+    assert not linear_op._by_cuda("linear", None, None, None, None, None, None, None, config)
 
 
 def test_without_lora_one_wave_of_wide_blocks():

@@ -272,6 +272,7 @@ def test_every_byte_times_every_scale(kernels):
     for given in (weight, weight.view(FP8)):
         if given.dtype == torch.uint8 or kernels.device == "cuda":
             same_or_nan(written(given, scales).cpu(), want, 256 + 2 * 255)
+            same_or_nan(written(given, None).cpu(), values.to(torch.bfloat16), 2 * 256)
     exact = values.double() * power(scales).cpu()
     plain = (scales.cpu() >= 127 - 124) & (scales.cpu() <= 127 + 119) & ~exact.isnan()
     assert torch.equal(want[plain].double(), exact[plain])

@@ -1,11 +1,11 @@
-"""W = bf16(weight · scale) of an e4m3 weight with an e8m0 scale for every block of 128 × 128 elements."""
+"""An e4m3 weight in bf16: as it is, or bf16(weight · scale) with an e8m0 scale for every block of 128 × 128 elements."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import cdiv
-from .scaled import dequantized, scale_value
+from .scaled import dequantized, from_e4m3, scale_value
 from .shrink import strides
 from .tile import launch, unit_axis, vector_width
 
@@ -33,25 +33,30 @@ def dequantize_kernel(
     n_start = tl.program_id(0) // d_blocks * BLOCK_N
     d_start = tl.program_id(0) % d_blocks * BLOCK_D
     group = tl.program_id(1).to(tl.int64)
-    scale = scale_value(tl.load(scales + group * s_g + n_start // _BLOCK * s_n + d_start // _BLOCK * s_d))
     n = n_start + tl.arange(0, BLOCK_N)
     d = d_start + tl.arange(0, BLOCK_D)
     w_ptrs = w + group * (w_g * W_VEC) + n[:, None] * w_n + d[None, :] * w_d
     out_ptrs = out + (group * N + n)[:, None] * D + d[None, :]
     if EVEN_N and EVEN_D:
-        tl.store(out_ptrs, dequantized(tl.load(w_ptrs), scale))
+        mask = None
+        weight = tl.load(w_ptrs)
     else:
         mask = (n < N)[:, None] & (d < D)[None, :]
-        tl.store(out_ptrs, dequantized(tl.load(w_ptrs, mask=mask, other=0.0), scale), mask=mask)
+        weight = tl.load(w_ptrs, mask=mask, other=0.0)
+    if scales is None:
+        weight = from_e4m3(weight, tl.bfloat16)
+    else:
+        weight = dequantized(weight, scale_value(tl.load(scales + group * s_g + n_start // _BLOCK * s_n + d_start // _BLOCK * s_d)))
+    tl.store(out_ptrs, weight, mask=mask)
 
 
 def dequantize(
     name: str,
     weight: Tensor,  # [G, N, D] e4m3 or its bytes
-    scales: Tensor,  # [G, ⌈N/128⌉, ⌈D/128⌉] e8m0's bytes
+    scales: Tensor | None,  # [G, ⌈N/128⌉, ⌈D/128⌉] e8m0's bytes; None: they are left to the product
     out: Tensor,  # [G, N, D] bf16, dense
 ) -> None:
-    """Write out = bf16(weight · scale)."""
+    """Write out = bf16(weight · scale), or weight, which bf16 has exactly."""
     groups, out_features, features = out.shape
     w_unit = unit_axis(weight, 2, 1)
     # along D 8 bytes a thread are one 16-byte store; of 16 bytes each half would have to go to another thread
@@ -64,7 +69,7 @@ def dequantize(
         name,
         dequantize_kernel,
         (cdiv(out_features, block_n) * cdiv(features, block_d), groups, 1),
-        (weight, scales, out, out_features // n_vec, features // d_vec, *ws, *scales.stride()),
+        (weight, scales, out, out_features // n_vec, features // d_vec, *ws, *((0,) * 3 if scales is None else scales.stride())),
         (block_n, block_d, w_vec, w_unit, n_vec, d_vec, out_features % block_n == 0, features % block_d == 0),
         4,
         1,

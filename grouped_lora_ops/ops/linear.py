@@ -95,13 +95,18 @@ def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias
     config = common.configured(choose, problem, False, x.dtype == torch.float16)
     weight, scales = _as_kernels_read(weight, weight_scale, problem.arch)
     bias = None if bias is None else _outer(bias, 2)
-    h = b = None
+    h = b = halves = None
     if config.shrink is not None:
-        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN == config.shrink.mode or _by_plan(config))
         b = common.grouped(lora_b, 4)
         h_groups = dims.groups if dims.h_grouped else 1
         halves = (dims.tokens, h_groups, 2, dims.rank)  # the high and the low part of each
-        if _reads_halves(name, xg, weight, scales, b, bias, outg, sizes, halves, config):
+    w = weight if scales is None else torch.empty(weight.shape, dtype=torch.bfloat16, device="meta")
+    by_cuda = _by_cuda(name, xg, w, b, bias, outg, sizes, halves, config)
+    if by_cuda and scales is not None:
+        weight = _dequantized(name, weight, None, problem.arch)
+    if config.shrink is not None:
+        plan = common.plan_for(adapter_ids, dims.slots, plan, launch.PLAN == config.shrink.mode or _by_plan(config))
+        if by_cuda and not config.shrink.split:
             h, factors = driver.empty(halves, x.dtype, x.device), scalings
         else:
             chunks = config.shrink.chunks if config.shrink.split else 1
@@ -114,12 +119,13 @@ def _by_plan(config: launch_linear.LinearConfig) -> bool:
     return config.mode in (launch.PLAN, launch_linear.SORTED) or (config.cuda is not None and config.cuda.mode == launch_linear.SORTED)
 
 
-def _reads_halves(name, x, weight, scales, b, bias, out, sizes, halves, config: launch_linear.LinearConfig) -> bool:
-    """Whether csrc/linear.cu follows a whole shrink, which then writes scaling · h for it, in parts of shape halves."""
-    if config.cuda is None or config.stream is not None or config.shrink.split or scales is not None or linear_cuda.loaded(name, out) is None:
+def _by_cuda(name, x, weight, b, bias, out, sizes, halves, config: launch_linear.LinearConfig) -> bool:
+    """Whether csrc/linear.cu makes the product, by W in bf16. A whole shrink then writes scaling · h for it, in parts of shape halves."""
+    if config.cuda is None or config.stream is not None or linear_cuda.loaded(name, out) is None:
         return False
     w, b5, bias3 = _one_expert(weight, b, bias)
-    return linear_cuda.fits(x, w, torch.empty(halves, dtype=x.dtype, device="meta"), b5, bias3, out, sizes)
+    h = None if halves is None else torch.empty(halves, dtype=x.dtype, device="meta")
+    return linear_cuda.fits(x, w, h, b5, bias3, out, sizes)
 
 
 def _one_expert(weight: Tensor, b: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -141,8 +147,9 @@ def _base_and_delta(
             mode = linear_cuda.SORTED if cuda.mode == launch_linear.SORTED and h is not None else linear_cuda.ROWS
             tiling = linear_cuda.Tiling(mode, config.rank_block, cuda.tile_group, cuda.programs, config.pdl, cuda.columns)
             if linear_cuda.product(
-                name, x, w, h, b5, bias3, out, adapter_ids, (1, 1, 1), plan if mode else None, ranks, scalings, None, False, sizes, tiling
-            ):
+                name, x, w, h, b5, bias3, out, adapter_ids, (1, 1, 1), plan if mode else None, ranks, scalings, None, False, sizes, tiling,
+                None, scales,
+            ):  # fmt: skip
                 return
     from ..kernels import linear as kernels
 
@@ -167,7 +174,7 @@ def _rounds(x: Tensor, scale: Tensor | None) -> bool:
 
 
 def _dequantized(name: str, weight: Tensor, scale: Tensor, arch: str) -> Tensor:
-    """That W, with the group axis in front.
+    """That W, or without a scale weight itself, in bf16 with the group axis in front.
 
     Made ahead of what makes h: the product, which may start before h is there, reads W before it waits for that.
     """

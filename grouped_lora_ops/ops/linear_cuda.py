@@ -14,8 +14,9 @@ from .common import rows_of_vectors, slice_starts, stride
 THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
 ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
 IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32, 64
-# struct Params: tensor maps of W, x, x's tail; x h b bias out ids plan ranks weights; strides; x_t, sizes, flags; starts of slices; taken, tail
-LAYOUT = "P15QP15QP15Q9P12q28IP8I"
+# struct Params: tensor maps of W, x, x's tail; x h b bias out ids plan ranks weights; strides; x_t, sizes, flags; starts of slices; taken,
+# tail, scales and their strides
+LAYOUT = "P15QP15QP15Q9P12q28IP2IP4I"
 BOX_M = 128  # rows of x that TMA brings at once where they follow one another
 BOX_N, BOX_K = 128, 64  # of W's rows and columns that TMA brings at once; 64 × 64 where its elements lie side by side along N
 
@@ -103,6 +104,7 @@ def product(
     sizes: tuple | None,
     tiling: Tiling,
     taken: Tensor | None = None,  # EXPERT: `counter`, made ahead of what the launch may overlap
+    scales: Tensor | None = None,  # [G or 1, ⌈N/128⌉, ⌈D/128⌉] float32: W is w · scales, by tiles of 128 columns
 ) -> bool:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
     this GPU has no such kernel.
@@ -116,7 +118,8 @@ def product(
     sums = (w.shape[1], 1 if b is None else b.shape[2]) if groups == 1 and sizes is None else (1, 1)
     along_n = transposed(w)
     shared = module.constant(name, f"shared_bytes_{tile_columns}")
-    kernel = f"linear_bf16_{tile_columns}{'_experts' if mode == EXPERT else ''}{'_transposed' if along_n else ''}"
+    words = (str(tile_columns), "" if scales is None else "_scaled", "_experts" if mode == EXPERT else "", "_transposed" if along_n else "")
+    kernel = f"linear_bf16_{''.join(words)}"
     function = module.function(name, kernel, shared)
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
@@ -149,7 +152,7 @@ def product(
         2 * stride(x, 0), 2 * stride(both, 0), rows, 0 if h is None else b.shape[0], x.shape[2], columns, 0 if h is None else h.shape[3], w.shape[0],
         *divs, groups, *sums, rank_block, mode, tile_group, flags,
         0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES),
-        taken, tail, *[0] * 7,
+        taken, tail, 0, scales, *((0,) * 3 if scales is None else (stride(scales, 0), *scales.stride()[1:])), 0,
     )  # fmt: skip
     cuda.launch(function, (programs, 1, 1), THREADS, LAYOUT, values, shared=shared, pdl=bool(flags & OVERLAP))
     return True
