@@ -3,8 +3,8 @@
     python -m bench.once [--suites delta,expert_mlp] [--workers 16]     compile what the suites (and --few) will launch
     python -m bench.once --few                                          few calls in this process, for compute-sanitizer
 
-The first form keeps one expert's memory for all experts and slots (strides of 0, which are aligned as real ones are): launch
-choices depend on sizes, kernels on alignment, neither on what is read. --few has real buffers, and first checks every op on
+The first form keeps one expert's memory for all experts and slots (strides of 0 or of a row, which are aligned as real ones are):
+launch choices depend on sizes, kernels on alignment, neither on what is read. --few has real buffers, and first checks every op on
 small integers. The exit status is 1 where a call raised or was wrong.
 """
 
@@ -53,8 +53,12 @@ FEW = {
 
 
 def expanded(shape: tuple[int, ...], w, device: torch.device, whole: bool) -> Tensor:
-    """A tensor of zeros; what has a matrix for each expert, or slot and expert, keeps one of them, unless `whole`."""
-    lead = 0 if whole or len(shape) < 3 else 1 if len(shape) == 3 else 2
+    """A tensor of zeros; what has a matrix for each expert, or slot and expert, keeps one of them, unless `whole`: experts' weights lie
+    a row apart, for csrc/linear.cu takes no stride of 0 there."""
+    if not whole and len(shape) == 3:
+        experts, rows, columns = shape
+        return torch.zeros(rows + experts - 1, columns, dtype=w.dtype, device=device).as_strided(shape, (columns, columns, 1))
+    lead = 0 if whole or len(shape) < 3 else 2
     return torch.zeros((1,) * lead + shape[lead:], dtype=w.dtype, device=device).expand(shape)
 
 
