@@ -523,7 +523,7 @@ def test_they_compile_without_spills(arch, sms, how, tmp_path, request):
     for k in halves:  # 4 warps; nothing of the kernel ahead is touched before it has ended
         assert k["stack"] == 0 and k["registers"] <= 64 and k["launch_pdl"] and k["before wait"] == 0, k
         assert k["wide"] > 0 and k["narrow"] == 0 and k["narrow stores"] == 0, k
-    assert len(dequantized) == 4
+    assert len(dequantized) == 8
     for k in dequantized:
         assert k["stack"] == 0 and k["registers"] <= (64 if arch == "sm_90" else 128), k
         assert k["wide stores"] > 0 and k["narrow stores"] == 0 and k["narrow"] == 0, k
