@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import grouped_lora_ops as glo
-from grouped_lora_ops import selfcheck
+from grouped_lora_ops import _builds, cuda, selfcheck
 
 from . import contenders as who
 from . import (
@@ -183,6 +183,11 @@ def call_once(task: tuple[str, int, int, bool], whole: bool = False) -> str | No
     return None
 
 
+def load(stem: str) -> None:
+    """csrc/<stem>.cu, into the cache on disk."""
+    cuda.module("once", stem, torch.cuda.current_device() if torch.cuda.is_available() else None)
+
+
 def few(tiny: bool) -> list[str]:
     """Every op's check on small integers, then the workloads of FEW with real buffers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -212,6 +217,7 @@ def main() -> int:
         failed, count, last = [], len(todo), start
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+            list(pool.map(load, _builds.stems(_builds.sources(cuda.PACKAGE))))  # else each process compiles csrc for itself
             for number, wrong in enumerate(pool.map(call_once, todo), 1):
                 failed += [wrong] if wrong else []
                 if time.monotonic() - last > 10:

@@ -49,7 +49,7 @@ def linear(
     weight in the same way. With float8_e8m0fnu beside bf16 W is rounded to bf16, and y and dx have the bits that they have
     with W as weight. That W is exact where scales are 2⁻¹²⁴ to 2¹¹⁹ (e4m3 has 4 significant bits); beyond, it is the nearest,
     ties to even, or Inf, and NaN where weight is or the scale's byte is 255. For many rows, and for dx, it exists
-    during the call: 2 bytes an element of weight. float32 scales that are powers of two can be given as
+    during the call, and beside float32 scales for many rows weight itself in bf16: 2 bytes an element of weight. float32 scales that are powers of two can be given as
     `.to(torch.float8_e8m0fnu)`. A weight in 8 bits (and its scale) is frozen: ValueError if it requires grad.
 
     Returns a new tensor of `delta`'s shape. Base, delta and bias meet in float32 and are rounded once to x's dtype;
@@ -78,7 +78,7 @@ def linear(
 
 
 def _run(name, dims, x, weight, lora_a, lora_b, out, adapter_ids, scalings, bias, ranks, plan, weight_scale):
-    """Write out: W in bf16 where that is a step of its own, the shrink, then the product."""
+    """Write out: W, or W without its scales, in bf16 where that is a step of its own, the shrink, then the product."""
     if out.numel() == 0:
         return
     from ..kernels import shrink
