@@ -293,8 +293,6 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
 
 // --- gathering ---
 
-template <u32 N> struct Number { static constexpr u32 value = N; };
-
 static constexpr u32 EACH = GATHER / 8, PASSES = BM / EACH; // 8 threads a row of x: so many rows at once, so many times
 
 // A stage of LoRA, number `step` of those of one adapter. WIDTH columns of h: high and low side by side, or (64) one of them.
@@ -419,6 +417,8 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
 }
 
 // --- multiplying ---
+
+template <u32 N> struct Number { static constexpr u32 value = N; };
 
 // Takes Inf and NaN out of B as it lies in a stage, `width` columns of h; all multiplying threads meet here. Whether there was any.
 template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ bool take_nonfinite(u32 at, u32 width) {

@@ -516,6 +516,7 @@ def test_every_source_compiles_for_every_architecture_without_spills(tmp_path, s
     names = re.findall(r"Function properties for (\w+)", said)
     spills = {name: int(frame[0]) for name, frame in zip(names, frames) if frame != ("0", "0", "0")}
     assert len(names) == len(frames) and spills.items() <= (SPILLS.items() if arch == "sm_90a" else set()), said
+    assert "serialized" not in said, "wgmma, by ptxas (C7510, C7520): a product or a change of its sum stands behind a branch"
     assert_parameters_fit(stem, tmp_path / "out.cubin")
     if stem in MOST_REGISTERS:
         assert_for_hopper_alone(stem, (tmp_path / "out.cubin").read_bytes(), arch, registers)

@@ -186,7 +186,7 @@ def test_h1_is_stored_where_its_product_is_csrcs(monkeypatch):
         a = torch.empty(2, 16, rank, 64, dtype=factor_dtype or dtype)
         b = torch.empty(2, 16, 2048, rank, dtype=factor_dtype or dtype)
         bias = torch.empty(16, 2048)
-        found = [expert_launch.is_cudas("expert_mlp", x, weight, *pair, to, bias) for pair in ((a, b), (None, None))]
+        found = [expert_launch.by_cuda("expert_mlp", x, weight, *pair, to, bias) for pair in ((a, b), (None, None))]
         return tuple(found)
 
     assert asked() == asked(adapters=None) == asked(routes=1 << 15) == asked(factor_dtype=torch.float32) == (True, True)

@@ -195,7 +195,7 @@ def _takes_cuda(
     return linear_cuda.fits(x[:, None], w, h, b, bias, out, None)
 
 
-def is_cudas(
+def by_cuda(
     name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None
 ) -> bool:
     """Whether `projection` with these is csrc/linear.cu's product. Nothing is launched, nothing copied."""

@@ -10,7 +10,7 @@ from .._checks_experts import Mlp
 from ..reference import expert_activation
 from . import common
 from .expert_grads import bias_grad, factor_grads, input_rows, per_expert, wanted, weight_grad
-from .expert_launch import Routing, activated_projection, is_cudas, projection, routing, run_dot, summed, weighted_rows
+from .expert_launch import Routing, activated_projection, by_cuda, projection, routing, run_dot, summed, weighted_rows
 
 
 class Layer(Mlp):
@@ -83,7 +83,7 @@ def mlp(*args) -> Tensor:
     name, layer = "expert_mlp", Layer(*args).prepared()
     to = layer.routing()
     x = layer.inputs(name, to)
-    if is_cudas(name, x, layer.w_gate_up, layer.gate_up_a, layer.gate_up_b, to, layer.b_gate_up):  # which leaves the activation to another
+    if by_cuda(name, x, layer.w_gate_up, layer.gate_up_a, layer.gate_up_b, to, layer.b_gate_up):  # which leaves the activation to another
         a = layer.activated(name, layer.hidden(name, to, x), to)
     else:
         a = layer.activated_at_once(name, x, to)

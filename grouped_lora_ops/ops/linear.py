@@ -49,8 +49,9 @@ def linear(
     weight in the same way. With float8_e8m0fnu beside bf16 W is rounded to bf16, and y and dx have the bits that they have
     with W as weight. That W is exact where scales are 2⁻¹²⁴ to 2¹¹⁹ (e4m3 has 4 significant bits); beyond, it is the nearest,
     ties to even, or Inf, and NaN where weight is or the scale's byte is 255. For many rows, and for dx, it exists
-    during the call, and beside float32 scales for many rows weight itself in bf16: 2 bytes an element of weight. float32 scales that are powers of two can be given as
-    `.to(torch.float8_e8m0fnu)`. A weight in 8 bits (and its scale) is frozen: ValueError if it requires grad.
+    during the call, and beside float32 scales for many rows weight itself in bf16: 2 bytes an element of weight. float32
+    scales that are powers of two can be given as `.to(torch.float8_e8m0fnu)`. A weight in 8 bits (and its scale) is frozen:
+    ValueError if it requires grad.
 
     Returns a new tensor of `delta`'s shape. Base, delta and bias meet in float32 and are rounded once to x's dtype;
     h = x Aᵀ is never rounded (with 16-bit weights scaling · h enters the product as in `expand`). A zero delta (B = 0,
@@ -173,7 +174,7 @@ def _rounds(x: Tensor, scale: Tensor | None) -> bool:
     return scale is not None and scale.dtype != torch.float32 and x.dtype == torch.bfloat16
 
 
-def _dequantized(name: str, weight: Tensor, scale: Tensor, arch: str) -> Tensor:
+def _dequantized(name: str, weight: Tensor, scale: Tensor | None, arch: str) -> Tensor:
     """That W, or without a scale weight itself, in bf16 with the group axis in front.
 
     Made ahead of what makes h: the product, which may start before h is there, reads W before it waits for that.
