@@ -251,3 +251,28 @@ def test_the_gradient_at_the_clamp_is_what_torchs_is(monkeypatch, activation, pa
     inner = ~(gate.isnan() | up.isnan())
     assert (want[0].cpu()[at_gate & inner & (up != 0) & (up != -1)] != 0).all() == passes
     assert (want[1].cpu()[at_up & inner & (gate != 0)] != 0).all() == passes
+
+
+@pytest.mark.parametrize("inner", [96, 768, 1000])
+def test_a_routes_products_of_rows_are_its_own(inner):
+    """The gradient of a router weight has the bits that it has alone, at every place and with how many other routes: one order of sums."""
+    from grouped_lora_ops.kernels import expert_rows
+
+    assert len({expert_rows._tile(routes, inner, 1024, split=False)[:2] for routes in (1, 7, 64, 1 << 15)}) == 1
+    generator = torch.Generator().manual_seed(0)
+    routes = 300
+    h, grad = (torch.randn(routes, size, generator=generator).to(DEVICE, torch.bfloat16) for size in (2 * inner, inner))
+    ids = torch.randint(-1, 4, (routes, 1), generator=generator).to(DEVICE)
+
+    def sums(rows):
+        dot, dw = torch.zeros(2, len(rows), device=DEVICE)
+        out = torch.empty_like(h[rows])
+        expert_rows.row_dot("expert_mlp", grad[rows], h[rows, :inner].contiguous(), dot, ids[rows], 4)
+        halves = (h[rows].view(-1, 2, inner), grad[rows], out.view(-1, 2, inner))
+        expert_rows.activation_backward("expert_mlp", *halves, dw, ids[rows], None, 4, "swiglu", None, True)
+        return torch.stack([dot, dw])
+
+    every = sums(torch.arange(routes))
+    assert (every[:, ids[:, 0].cpu() >= 0] != 0).all()
+    for rows in (torch.tensor([5]), torch.tensor([299, 5, 0]), torch.randperm(routes, generator=generator)):
+        assert_bits(sums(rows), every[:, rows], str(len(rows)))

@@ -269,12 +269,13 @@ def _sizes(ids: Tensor, experts: int) -> tuple:
 def _tile(rows: int, size: int, elements: int, split: bool = True) -> tuple[int, int, int]:
     """(ROWS, BLOCK, programs), up to so many elements of the two together (H200, T = 4096 and 256: of 1024, 2048 and 4096 the fastest).
 
-    A program takes a block of `size`, or (not split) all of it, block by block.
+    A program takes a block of `size`, or (not split) all of it, block by block, for a sum over it: by so many threads a row whatever the
+    number of rows, so that the sum has one order.
     """
     widths = (128,) if INTERPRETED else (1024, 512, 256, 128)
     block = next((width for width in widths if cdiv(size, width) * width <= 1.1 * size), 128)
     blocks, each = cdiv(size, block) if split else 1, 1
-    while 2 * each * block <= elements and cdiv(rows, 2 * each) * blocks >= PROGRAMS:
+    while 2 * each * block <= elements and (not split or cdiv(rows, 2 * each) * blocks >= PROGRAMS):
         each *= 2
     return each, block, cdiv(rows, each) * blocks
 
