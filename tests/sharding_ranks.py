@@ -10,6 +10,7 @@ from adapter_cases import random_adapter
 from tiny_models import CONFIGS
 from torch import nn
 from toy_model import CONFIG, Toy
+from two_ranks import leave
 
 import grouped_lora_ops as gl
 from grouped_lora_ops import layouts
@@ -457,7 +458,7 @@ def _work(rank: int, store: str, results) -> None:
     except BaseException:
         done.append(traceback.format_exc())
     results[rank] = done
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def two_processes(path):

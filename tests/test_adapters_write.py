@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from adapter_cases import CONFIG, PREFIX, TENSORS, assert_same_deltas, ours, random_adapter, theirs
 from tiny_models import CONFIGS, real_models, transformers_model
+from two_ranks import leave
 
 from grouped_lora_ops import layouts
 from grouped_lora_ops.adapters import Base, LoraModule, base_hash, read, read_adapter, write, write_adapter
@@ -389,7 +390,7 @@ def _rank(rank, store, root, results):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     results[rank] = {case: _write_on_rank(rank, root, case) for case in TWO_RANKS}
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.fixture(scope="module")
