@@ -20,7 +20,7 @@ expert_plan = importlib.import_module("grouped_lora_ops.ops.expert_plan")
 
 EXPERT = ("expert_plan", "expert_shrink", "expert_expand", "expert_delta", "expert_linear", "expert_wgrad", "expert_rows",
           "expert_gate_up")  # fmt: skip
-KERNELS = (*EXPERT, "shrink", "expand", "plan", "wgrad")
+KERNELS = (*EXPERT, "shrink", "expand", "plan", "wgrad", "halves")
 # T, E, L, r, H, I, dtype
 CASES = [
     (8, 128, 1, 32, 2048, 768, torch.bfloat16),
@@ -75,7 +75,7 @@ def main(arch: str, sms: int, quick: bool) -> None:
             run(*layer, "swiglu", None, "pre_down", ranks, None)
         if not quick and experts == 128 and (tokens == 4096 or rank == 64):
             needs = [True, True, False, False, True, True, True, True, False, False]
-            expert_cuda.mlp_backward(x, h1, *layer, "swigluoai", 7.0, "post_down", ranks, None, needs)
+            expert_cuda.mlp_backward(x, h1, None, None, None, *layer, "swigluoai", 7.0, "post_down", ranks, None, needs)
             expert_cuda.delta_backward(h1, x, *gate_up, ids, adapters, scalings, None, ranks, None, [True] * 3 + [False])
         expert_cuda.delta(a, *down, ids, adapters, scalings, h2, None, ranks, None)
     for tokens, experts, slots, rank, features, groups in AHEAD[:1] if quick else AHEAD:

@@ -613,12 +613,17 @@ def test_linear_backward_forms():
         check_linear_backward(gradient_case(base=False, shared=shared), shared, needs)
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 5, 0], [0, 2, 0, 3], [0, 0, 0, 0], [60, 0, 3, 0]], ids=str)
-def test_pairs_without_routes_get_exact_zeros(counts, monkeypatch):
-    """And a pair with several runs is the sum of its parts."""
-    monkeypatch.setattr(launch_experts, "wgrad", lambda p, chosen=launch_experts.wgrad: replace(chosen(p), run=2))
+@pytest.mark.parametrize("rank", [5, 8])
+@pytest.mark.parametrize(
+    "counts", [[3, 0, 5, 0], [0, 2, 0, 3], [0, 0, 0, 0], [60, 0, 3, 0], [3, 30, 49, 0], [20, 64, 20, 33], [3, 32, 3, 90]], ids=str
+)
+def test_pairs_without_routes_get_exact_zeros(counts, rank, monkeypatch):
+    """And a pair with several runs is the sum of its parts: pairs of one run to several, from any tile of a window of two on."""
+    made = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: t.fill_(NAN) if (t := made(*a, **k)).is_floating_point() else t)
+    monkeypatch.setattr(launch_experts, "wgrad", lambda *p, chosen=launch_experts.wgrad: replace(chosen(*p), run=2))
     ids = [[e] for e, count in enumerate(counts) for _ in range(count)] + [[-1]]
-    c = gradient_case(tokens=len(ids), top_k=1, ids=ids, slots=1, adapters=False, features=40, out=24)
+    c = gradient_case(tokens=len(ids), top_k=1, ids=ids, slots=1, adapters=False, features=40, out=24, rank=rank)
     _, da, db, _ = check_delta_backward(c)
     for e, count in enumerate(counts):
         if not count:
@@ -632,9 +637,9 @@ def test_gradients_whose_programs_take_several_blocks_in_turn(force, monkeypatch
     force("plan tall")
     turns = []
 
-    def wgrad(p, chosen=launch_experts.wgrad):
+    def wgrad(*p, chosen=launch_experts.wgrad):
         turns.append(p)
-        return replace(chosen(p), block_w=32, loop=2)
+        return replace(chosen(*p), block_w=32, loop=2)
 
     monkeypatch.setattr(launch_experts, "wgrad", wgrad)
     check_delta_backward(gradient_case(form=form, tokens=20, experts=2, features=152, out=152, weights=True, ranks=True))

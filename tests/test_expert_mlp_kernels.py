@@ -13,6 +13,7 @@ from test_expert_kernels import DEVICE, force, kernels  # noqa: F401  (a fixture
 from torch import Tensor
 
 from grouped_lora_ops.reference.expert_mlp import expert_mlp_backward, expert_mlp_train
+from grouped_lora_ops.reference.expert_plan import expert_plan
 
 PLACEMENTS = ("input", "pre_down", "post_down")
 ACTIVATIONS = ("swiglu", "swigluoai", "geglu_tanh", "relu2")
@@ -116,21 +117,21 @@ def close(got: Tensor, plain: Tensor, exact: Tensor, what) -> None:
         assert error <= 3 * usual + 1e-6 * float(exact.abs().max()), (what, error, usual)
 
 
-def gradients(c: Layer, h1: Tensor | None, needs: list):
-    return kernels("mlp_backward")(c.grad, h1, *c.args(), needs)
+def gradients(c: Layer, h1: Tensor | None, needs: list, kept=(None, None, None)):
+    return kernels("mlp_backward")(c.grad, h1, *kept, *c.args(), needs)
 
 
 def check(c: Layer, what=""):
     wide = c.wide()
     plain, exact = run_reference(c), run_reference(wide)
-    y, h1 = kernels("mlp_train")(*c.args())
+    y, h1, *kept = kernels("mlp_train")(*c.args())
     close(y, plain[0], exact[0], f"y {what}")
     again = kernels("mlp")(*c.args())
     if GPU or y.dtype != torch.float32:  # the interpreter's float32 products sum in an order of their own for every shape
         assert_bits(again, y, f"h1 kept or not {what}")
     close(again, plain[0], exact[0], f"y at once {what}")
     needs = [getattr(c, name) is not None for name in NAMES]
-    got = gradients(c, h1, needs)
+    got = gradients(c, h1, needs, kept)
     plain = expert_mlp_backward(c.grad, plain[1], *c.args(), needs)
     exact = expert_mlp_backward(wide.grad, exact[1], *wide.args(), needs)
     for name, need, g, p, e in zip(NAMES, needs, got, plain, exact):
@@ -144,12 +145,62 @@ def test_close_to_float64(activation, router_weight):
     check(layer(torch.float32 if activation == "relu2" else torch.bfloat16, activation, router_weight, limit=limit))
 
 
-def test_a_second_run_and_h1_computed_anew_give_the_same_bits():
-    c = layer()
+@pytest.mark.parametrize("rank", [5, 8])
+def test_a_second_run_and_h1_computed_anew_give_the_same_bits(rank):
+    c = layer(rank=rank)
     needs = [True] * 10
-    _, h1 = kernels("mlp_train")(*c.args())
-    for g, again in zip(gradients(c, h1, needs), gradients(c, None, needs)):
+    _, h1, *kept = kernels("mlp_train")(*c.args())
+    for g, again in zip(gradients(c, h1, needs, kept), gradients(c, None, needs)):
         assert_bits(g, again)
+
+
+def kept_of(x: Tensor, a: Tensor, c: Layer) -> Tensor:
+    """scaling · A x of every route, [M, G, r], zeros where it is masked or has no adapter."""
+    ids, adapters = c.topk_ids.reshape(-1), c.adapter_ids.repeat_interleave(c.topk_ids.shape[1])
+    live = (ids >= 0) & (ids < c.w_down.shape[0]) & (adapters >= 0)
+    factors = a if a.dim() == 5 else a[:, :, None]
+    h = torch.einsum("mgrd,md->mgr", factors[adapters * live, ids * live], torch.where(live[:, None], x, 0))
+    return h * (c.scalings[adapters * live] * live)[:, None, None]
+
+
+@pytest.mark.parametrize("an_a_each", [True, False])
+@pytest.mark.parametrize("router_weight", PLACEMENTS)
+def test_what_training_keeps(router_weight, an_a_each):
+    """Ranks of whole vectors in bf16: scaling · A x of both projections in two bf16 each, and the plan; the gradients read those."""
+    c = layer(rank=8, router_weight=router_weight, an_a_each=an_a_each, integers=True, poison=False)
+    for name in ("gate_up_a", "down_a"):
+        getattr(c, name).mul_(37)  # h needs more than the 8 bits of one bf16
+    x = c.x.repeat_interleave(c.topk_ids.shape[1], 0)
+    if router_weight == "input":
+        x = (x.float() * c.topk_weights.reshape(-1)[:, None]).bfloat16()
+    _, h1, h_gate_up, h_down, plan = kernels("mlp_train")(*c.args())
+    assert h_gate_up.shape == (6, 2 if an_a_each else 1, 2, 8) and h_down.shape == (6, 1, 2, 8)
+    assert_equal(h_gate_up.float().sum(2), kept_of(x.float(), c.gate_up_a.float(), c))
+    assert h_gate_up[:, :, 1].any()
+    want = expert_plan(c.topk_ids, c.adapter_ids, 4, 2)
+    assert_equal(plan, want)
+    needs, kept = [True] * 10, (h_gate_up, h_down, plan)
+    given = replace(c, plan=want)
+    assert kernels("mlp_train")(*given.args())[4].numel() == 0
+    for other in (gradients(given, h1, needs, (h_gate_up, h_down, plan[:0])), gradients(c, h1, needs)):
+        for g, again in zip(gradients(c, h1, needs, kept), other):
+            assert_bits(g, again)
+    nothing = torch.zeros_like(h_gate_up), torch.zeros_like(h_down), plan
+    changed = [name for name, g, h in zip(NAMES, gradients(c, h1, needs, nothing), gradients(c, h1, needs, kept)) if not torch.equal(g, h)]
+    assert {"gate_up_b", "down_b"} <= set(changed)
+    check(layer(rank=8, router_weight=router_weight, an_a_each=an_a_each))
+
+
+def test_master_copies_train_with_what_is_kept():
+    c = layer(rank=8)
+    plain = gradients(c, None, [True] * 10)
+    for name in ("gate_up_a", "gate_up_b", "down_a", "down_b"):
+        setattr(c, name, getattr(c, name).float())
+    _, h1, *kept = kernels("mlp_train")(*c.args())
+    assert kept[0].dim() == 4
+    for name, g, narrow in zip(NAMES, gradients(c, h1, [True] * 10, kept), plain):
+        assert g.dtype == getattr(c, name).dtype, name
+        assert_bits(g.to(narrow.dtype), narrow, name)
 
 
 @pytest.mark.parametrize("lora", ["gate_up", "down"])
@@ -191,14 +242,14 @@ def test_zero_adapters_change_no_bit(activation, router_weight, bias):
     needs = [True, True, *[False] * 8]
     nothing = dict(gate_up_a=None, gate_up_b=None, down_a=None, down_b=None, adapter_ids=None, scalings=None, ranks=None)
     parent = replace(c, **nothing)
-    y, h1 = kernels("mlp_train")(*parent.args())
-    dx, dw = gradients(parent, h1, needs)[:2]
+    y, h1, *kept = kernels("mlp_train")(*parent.args())
+    dx, dw = gradients(parent, h1, needs, kept)[:2]
     zero = replace(c, gate_up_b=torch.zeros_like(c.gate_up_b), down_b=torch.zeros_like(c.down_b))
     without = replace(c, adapter_ids=torch.full_like(c.adapter_ids, -1))
     for what, other in (("B = 0", zero), ("adapter -1", without)):
-        got, hidden = kernels("mlp_train")(*other.args())
+        got, hidden, *kept_too = kernels("mlp_train")(*other.args())
         assert_bits(got, y, what)
-        grads = gradients(other, hidden, needs)
+        grads = gradients(other, hidden, needs, kept_too)
         assert_bits(grads[0], dx, f"dx {what}")
         assert_bits(grads[1], dw, f"d topk_weights {what}")
 
@@ -207,10 +258,10 @@ def test_zero_adapters_change_no_bit(activation, router_weight, bias):
 @pytest.mark.parametrize("case", [dict(tokens=0), dict(ids=[[-1, 4]] * 3, tokens=3), dict(top_k=0), dict(experts=0, tokens=2)], ids=str)
 def test_empty_routes(case, router_weight):
     """Outputs and gradients are exact zeros of full shape, even where x, the weights and the factors hold NaN."""
-    c = layer(router_weight=router_weight, **case)
-    y, h1 = kernels("mlp_train")(*c.args())
+    c = layer(router_weight=router_weight, rank=8, **case)
+    y, h1, *kept = kernels("mlp_train")(*c.args())
     assert_bits(y, torch.zeros_like(c.x))
-    for name, g in zip(NAMES, gradients(c, h1, [True] * 10)):
+    for name, g in zip(NAMES, gradients(c, h1, [True] * 10, kept)):
         assert_bits(g, torch.zeros_like(getattr(c, name)), name)
 
 

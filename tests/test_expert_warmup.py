@@ -39,14 +39,14 @@ class Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        y, h1 = cuda("mlp_train")(*args)
-        ctx.args, ctx.h1 = args, h1
+        y, *kept = cuda("mlp_train")(*args)
+        ctx.args, ctx.kept = args, kept
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
         needs = [ctx.needs_input_grad[i] for i in LEAVES]
-        grads = dict(zip(LEAVES, cuda("mlp_backward")(grad_y, ctx.h1, *ctx.args, needs)))
+        grads = dict(zip(LEAVES, cuda("mlp_backward")(grad_y, *ctx.kept, *ctx.args, needs)))
         return tuple([grads[i] if ctx.needs_input_grad[i] else None for i in range(18)])
 
 
@@ -125,8 +125,8 @@ def test_nothing_is_left_to_compile(keys, monkeypatch, shape):
         cuda("mlp")(*args, ranks, None)
         assert keys == prepared, f"expert_mlp at T = {tokens}"
         needs = [True, True, False, False, *[s.lora] * 4, False, False]
-        _, h1 = cuda("mlp_train")(*args, ranks, None)
-        cuda("mlp_backward")(empty(tokens, s.hidden), h1, *args, ranks, None, needs)
+        _, *kept = cuda("mlp_train")(*args, ranks, None)
+        cuda("mlp_backward")(empty(tokens, s.hidden), *kept, *args, ranks, None, needs)
         assert keys == prepared, f"backward at T = {tokens}"
         for rows, weight, factors, width in ((x, weights[0], gate_up, wide), (a, weights[1], down, s.hidden)):
             linear(rows, weight, *(factors if s.lora else (None, None)), ids, adapters, scalings, ranks=ranks, plan=None)

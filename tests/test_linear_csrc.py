@@ -122,7 +122,7 @@ class OnCpu:
         )
         monkeypatch.setattr(common, "INTERPRETER", ("sm_80", 2))  # the experts' kernel has so many blocks
         halves = kernels.halves
-        monkeypatch.setattr(kernels, "halves", lambda *args: halves(*args[:7], False))  # the interpreter has no overlap
+        monkeypatch.setattr(kernels, "halves", lambda *args, **more: halves(*args[:7], False, **more))  # the interpreter has no overlap
 
     def constant(self, op, name):
         return ctypes.c_int.in_dll(self.library, name).value
@@ -520,7 +520,7 @@ def experts(on_cpu, monkeypatch, c, *, bias=True, weighted=True, staged=False, l
     """y of `projection`, the shrink's h made by torch, in so many chunks; 0: by the shrink."""
     generator = torch.Generator().manual_seed(3)
 
-    def shrink(name, x, a, groups, to, ranks, scalings=None, config=None, halves=False):
+    def shrink(name, x, a, groups, to, ranks, scalings=None, fill=False, config=None, halves=False, out=None):
         assert scalings is None and not halves
         h = route_h(c, route_rows(c.x, c.ids)[:, None], a)
         if a.shape[1] > 1 or not to.per_token(c.x):

@@ -413,8 +413,8 @@ def test_the_bits_of_expert_mlp(both, router_weight):
         )  # fmt: skip
 
         def call(c=c):
-            y, h1 = expert_kernels("mlp_train")(*c.args())
-            return y, h1, expert_kernels("mlp")(*c.args()), *gradients(c, h1, [True] * len(NAMES))
+            y, h1, *kept = expert_kernels("mlp_train")(*c.args())
+            return y, h1, expert_kernels("mlp")(*c.args()), *gradients(c, h1, [True] * len(NAMES), kept)
 
         got, want = both(call, 7 if router_weight == "post_down" else 6)
         compare((got, want), activation)

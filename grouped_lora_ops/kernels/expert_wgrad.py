@@ -1,22 +1,55 @@
 """out[l, e, g] = s_l Σ_m w_m narrow[m, g]ᵀ wide[m, g] over the routes of every (expert, slot) pair.
 
-A program takes a run of the plan's tiles: those of one pair inside a window of RUN tiles. A pair that lies in one
-window is written at once; of a longer one every window's sum goes to a part, and the parts are added in order.
+A program takes a run of the plan's tiles: those of one pair, up to RUN of them, or those of a longer pair inside a window of RUN tiles.
+A pair of one run is written at once; of a longer one every window's sum goes to a part, and the parts are added in order.
+
+Two kernels: one for any narrow, whose float32 is split into two of wide's dtype on the way, and one for a narrow that lies there as two
+bf16 (kernels/halves.py), which like wide goes from memory straight to where the matrix unit reads it.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch_experts import ExpertWgradConfig, cdiv
 from .shrink import strides
-from .tile import dot, dot_split, launch, round_to, split, unit_axis, vector_width
+from .tile import INTERPRETED, dot, dot_split, launch, round_to, split, unit_axis, vector_width
 
 
 @triton.jit
 def pair_at(head, tile, count):
     """The pair of a tile, −1 where there is none."""
     return tl.load(head + 1 + tile, mask=(tile >= 0) & (tile < count), other=-1)
+
+
+@triton.jit
+def tiles_around(head, tile, count, pair, RUN: tl.constexpr):
+    """(places, whether the tile there is the pair's) of the RUN tiles before this one and the RUN from it on. More than RUN are the
+    pair's where it is longer than a run, if it begins before `tile`."""
+    places = tile - RUN + tl.arange(0, 2 * RUN)
+    return places, pair_at(head, places, count) == pair
+
+
+@triton.jit
+def run_of_tile(plan, M, E, L, TILES, tile, ANY_SLOT: tl.constexpr, RUN: tl.constexpr):
+    """(pair, first, last, part, alone) of the run that begins with this tile of the plan: its places, its part, and whether it is all of
+    its pair. pair −1: no run with an adapter begins here."""
+    head = plan + M + E
+    count = tl.minimum(tl.load(head), TILES)
+    pair = pair_at(head, tile, count)
+    new = pair_at(head, tile - 1, count) != pair
+    places, its = tiles_around(head, tile, count, pair, RUN)
+    alone = (tl.sum(its.to(tl.int32), 0) <= RUN) & (pair_at(head, tile + RUN, count) != pair)
+    window = tile // RUN
+    begins = (pair >= 0) & (pair < E * (L + 1)) & (new | ((tile % RUN == 0) & (alone == 0)))
+    if not ANY_SLOT:
+        begins = begins & (pair % (L + 1) != L)
+    size = tl.sum((its & (places >= tile) & (alone | (places < (window + 1) * RUN))).to(tl.int32), 0)
+    first = tl.load(head + 1 + TILES + tile, mask=begins, other=0)
+    last = tl.load(head + 1 + TILES + tile + size, mask=begins, other=0)
+    part = 2 * window + new.to(tl.int32)  # in a window one pair at most comes from the last, and one goes on into the next
+    return tl.where(begins, pair, -1), tl.minimum(tl.maximum(first, 0), M), tl.minimum(last, M), part, alone
 
 
 @triton.jit
@@ -68,27 +101,10 @@ def expert_wgrad_kernel(
     w_last = tl.minimum(w_first + LOOP, w_blocks)
     group = tl.program_id(1) % GROUPS
     r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
-    head = plan + M + E
-    count = tl.minimum(tl.load(head), TILES)
-    if tile >= count:
+    pair, first, last, part, alone = run_of_tile(plan, M, E, L, TILES, tile, ANY_SLOT, RUN)
+    if pair < 0:
         return
-    pair = pair_at(head, tile, count)
     slot = pair % (L + 1)
-    if (pair < 0) | (pair >= E * (L + 1)):
-        return
-    if not ANY_SLOT:
-        if slot == L:
-            return
-    new = pair_at(head, tile - 1, count) != pair
-    window = tile // RUN
-    if not (new | (tile % RUN == 0)):
-        return
-    mates = tile + tl.arange(0, RUN)
-    size = tl.sum(((mates < (window + 1) * RUN) & (pair_at(head, mates, count) == pair)).to(tl.int32), 0)
-    first = tl.load(head + 1 + TILES + tile)
-    last = tl.load(head + 1 + TILES + tile + size)
-    first = tl.minimum(tl.maximum(first, 0), M)
-    last = tl.minimum(last, M)
     rank = R
     if ranks is not None:
         rank = tl.minimum(tl.maximum(tl.load(ranks + slot), 0), R)
@@ -98,7 +114,6 @@ def expert_wgrad_kernel(
         n_r = 1
         rank = tl.minimum((rank + N_VEC - 1) // N_VEC * N_VEC, R // N_VEC * N_VEC)  # whole vectors: zeros past the rank
     DTYPE: tl.constexpr = wide.dtype.element_ty
-    alone = new & (pair_at(head, tile + size, count) != pair)
     for w_block in tl.range(w_first, w_last, num_stages=1, disable_licm=True):
         w = w_block * BLOCK_W + tl.arange(0, BLOCK_W)
         w_in = w < W * W_VEC
@@ -135,9 +150,62 @@ def expert_wgrad_kernel(
                 acc, out, scalings, pair, E, L, r, w, R, W * W_VEC, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT, O_VEC, O_UNIT
             )
         else:
-            part = 2 * window + new.to(tl.int32)  # in a window one pair at most comes from the last, and one goes on into the next
             p_ptrs = parts + ((part * GROUPS + group).to(tl.int64) * R + r[:, None]) * (W * W_VEC) + w[None, :]
             tl.store(p_ptrs, acc, mask=(r < R)[:, None] & w_in[None, :])
+
+
+@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "W", "R_8", "n_m", "n_g", "w_m", "w_g", "o_l", "o_e", "o_g", "o_r", "o_w"),
+            do_not_specialize_on_alignment=("plan", "scalings"))  # fmt: skip
+def expert_wgrad_halves_kernel(
+    narrow, wide, out, parts, plan, scalings,
+    M: "i32", E: "i32", L: "i32", TILES: "i32", W: "i32", R_8: "i32", n_m: "i64", n_g: "i64", w_m: "i64", w_g: "i64",
+    o_l: "i64", o_e: "i64", o_g: "i64", o_r: "i64", o_w: "i64",
+    GROUPS: tl.constexpr, MERGED: tl.constexpr, RUN: tl.constexpr, W_DIV: tl.constexpr, LOOP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, W_VEC: tl.constexpr, O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
+):  # fmt: skip
+    """narrow's axes (m, g, half, r), dense, of two bf16 that are summed; wide's (m, g, w), w dense; grid (tiles · runs of LOOP blocks of W,
+    r blocks · GROUPS / MERGED). Route m reads row m // W_DIV of wide. MERGED: so many groups of narrow meet the same columns of wide, so
+    that a program reads those once for all. n_m and n_g count in 8 elements.
+
+    The sum is the transpose, [w, r]: wide is what the matrix unit takes 64 columns of at once.
+    """
+    R = R_8 * 8
+    w_blocks = tl.cdiv(W * W_VEC, BLOCK_W)
+    turns = tl.cdiv(w_blocks, LOOP)
+    tile = tl.program_id(0) // turns
+    w_first = (tl.program_id(0) % turns) * LOOP
+    w_last = tl.minimum(w_first + LOOP, w_blocks)
+    pair, first, last, part, alone = run_of_tile(plan, M, E, L, TILES, tile, False, RUN)
+    if pair < 0:
+        return
+    SETS: tl.constexpr = GROUPS // MERGED
+    c = tl.arange(0, MERGED * BLOCK_R)
+    r = (tl.program_id(1) // SETS) * BLOCK_R + c % BLOCK_R
+    w_group = tl.program_id(1) % SETS
+    group = w_group * MERGED + c // BLOCK_R
+    columns = narrow + (group * (n_g * 8) + r)[None, :]
+    for w_block in tl.range(w_first, w_last, num_stages=1, disable_licm=True):
+        w = w_block * BLOCK_W + tl.arange(0, BLOCK_W)
+        acc = tl.zeros((BLOCK_W, MERGED * BLOCK_R), tl.float32)
+        for p0 in range(first, last, BLOCK_T):
+            position = p0 + tl.arange(0, BLOCK_T)
+            live = position < last
+            rows = tl.load(plan + position, mask=live, other=0)
+            live = live & (rows >= 0) & (rows < M)
+            ptrs = columns + rows.to(tl.int64)[:, None] * (n_m * 8)
+            w_ptrs = wide + w_group * (w_g * W_VEC) + (rows // W_DIV).to(tl.int64)[:, None] * (w_m * W_VEC) + w[None, :]
+            there = live[:, None] & (r < R)[None, :]
+            w_tile = tl.trans(tl.load(w_ptrs, mask=live[:, None] & (w < W * W_VEC)[None, :], other=0.0))
+            acc = dot(w_tile, tl.load(ptrs, mask=there, other=0.0), acc, "tf32")
+            acc = dot(w_tile, tl.load(ptrs + R, mask=there, other=0.0), acc, "tf32")
+        sums = tl.trans(acc)
+        if alone:
+            store_pair(
+                sums, out, scalings, pair, E, L, r, w, R, W * W_VEC, group[:, None], o_l, o_e, o_g, o_r, o_w, False, O_VEC, O_UNIT
+            )
+        else:
+            p_ptrs = parts + ((part * GROUPS + group[:, None]).to(tl.int64) * R + r[:, None]) * (W * W_VEC) + w[None, :]
+            tl.store(p_ptrs, sums, mask=(r < R)[:, None] & (w < W * W_VEC)[None, :])
 
 
 @triton.jit(do_not_specialize=("M", "E", "L", "TILES", "W", "R", "o_l", "o_e", "o_g", "o_r", "o_w"),
@@ -149,7 +217,7 @@ def expert_wgrad_sum_kernel(
     GROUPS: tl.constexpr, RUN: tl.constexpr, ANY_SLOT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr,
     O_VEC: tl.constexpr, O_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """A pair that goes on from the window where it begins: its parts, in order. Grid (W blocks, r blocks · groups, windows)."""
+    """A pair of more than one run that goes on from the window where it begins: its parts, in order. Grid (W blocks, r blocks · groups, windows)."""
     window = tl.program_id(2)
     group = tl.program_id(1) % GROUPS
     r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -165,6 +233,9 @@ def expert_wgrad_sum_kernel(
     begins = (pair_at(head, window * RUN, count) != pair) | (pair_at(head, window * RUN - 1, count) != pair)
     if (pair_at(head, (window + 1) * RUN - 1, count) != pair) | (not begins):
         return
+    _, its = tiles_around(head, (window + 1) * RUN, count, pair, RUN)
+    if tl.sum(its.to(tl.int32), 0) <= RUN:
+        return
     inside = (r < R)[:, None] & (w < W)[None, :]
     columns = r[:, None] * W + w[None, :]
     size = R.to(tl.int64) * W
@@ -176,11 +247,47 @@ def expert_wgrad_sum_kernel(
     store_pair(acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT, O_VEC, O_UNIT)
 
 
+@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "SIZE"), do_not_specialize_on_alignment=("plan",))
+def absent_kernel(
+    out, plan, M: "i32", E: "i32", L: "i32", TILES: "i32", SIZE: "i32", VEC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out's axes (l, e, SIZE vectors), dense: zeros for a pair that no tile of the plan has. Grid (L · E, shares of a pair)."""
+    SIZE = SIZE * VEC
+    at = tl.program_id(0)
+    pair = at % E * (L + 1) + at // E
+    head = plan + M + E
+    low = 0
+    high = tl.minimum(tl.load(head), TILES)
+    count = high
+    while low < high:  # tiles lie in the order of their pairs
+        middle = (low + high) // 2
+        if tl.load(head + 1 + middle) < pair:
+            low = middle + 1
+        else:
+            high = middle
+    if pair_at(head, low, count) != pair:
+        for first in range(tl.program_id(1) * BLOCK, SIZE, tl.num_programs(1) * BLOCK):
+            i = first + tl.arange(0, BLOCK)
+            tl.store(out + at.to(tl.int64) * SIZE + i, tl.zeros((BLOCK,), out.dtype.element_ty), mask=i < SIZE)
+
+
+def clear_absent(name: str, out: Tensor, routes: int, plan: Tensor, room: int) -> None:
+    """Write zeros into out [L, E, …], dense, for the pairs without routes, which no kernel here writes."""
+    slots, experts = out.shape[:2]
+    size = out[0, 0].numel()
+    vec = 16 // out.element_size() if out.data_ptr() % 16 == 0 and size * out.element_size() % 16 == 0 else 1
+    block = 128 if INTERPRETED else 4096
+    launch(
+        name, absent_kernel, (slots * experts, min(4, cdiv(size, block)), 1),
+        (out, plan, routes, experts, slots, room, size // vec), (vec, block), 4, 1,
+    )  # fmt: skip
+
+
 def wgrad(
     name: str,
-    narrow: Tensor,  # [M or T, G or 1, r]
+    narrow: Tensor,  # [M or T, G or 1, r]; or [M, G or 1, 2, r] in two bf16, dense, zeros past a rank (as `takes_halves` says)
     wide: Tensor,  # [M or T, G or 1, W]
-    out: Tensor,  # [L, E, G, r, W], any strides, all zeros; [1, E, G, r, W] with L = 0
+    out: Tensor,  # [L, E, G, r, W], any strides; [1, E, G, r, W] with L = 0
     parts: Tensor | None,  # scratch, [2 · windows, G, r, W] float32; None where no pair can have more than one run
     ids: Tensor,  # [T, K]
     plan: Tensor,
@@ -192,7 +299,9 @@ def wgrad(
     room: int,
     config: ExpertWgradConfig,
 ) -> None:
-    """Write the pairs that have routes; the others keep their zeros."""
+    """Write the pairs that have routes; the others stay as they are (zeros, or `clear_absent`)."""
+    if narrow.dim() == 4:
+        return wgrad_of_halves(name, narrow, wide, out, parts, ids, plan, scalings, slots, tiles, room, config)
     routes, top_k = ids.shape[0] * ids.shape[1], ids.shape[1]
     _, experts, groups, rank, width = out.shape
     w_unit = unit_axis(wide, 2)
@@ -224,12 +333,58 @@ def wgrad(
         config.num_stages,
     )  # fmt: skip
     if parts is not None:
-        launch(
-            name,
-            expert_wgrad_sum_kernel,
-            (grid[0], cdiv(rank, 16) * groups, cdiv(tiles, config.run)),
-            (parts, out, plan, scalings, routes, experts, slots, room, width, rank, *os_),
-            (groups, config.run, slots == 0, config.block_w, 16, o_vec, o_unit),
-            4,
-            1,
-        )
+        sum_parts(name, parts, out, plan, scalings, routes, slots, tiles, room, config.run, config.block_w, os_, o_vec, o_unit)
+
+
+def takes_halves(wide: Tensor, rank: int) -> bool:
+    """Whether a narrow in two bf16 can meet this wide."""
+    return wide.dtype == torch.bfloat16 and rank % 8 == 0 and unit_axis(wide, 2) == 2
+
+
+def wgrad_of_halves(
+    name: str, narrow: Tensor, wide: Tensor, out: Tensor, parts: Tensor | None, ids: Tensor, plan: Tensor, scalings: Tensor | None,
+    slots: int, tiles: int, room: int, config: ExpertWgradConfig,
+) -> None:  # fmt: skip
+    """`wgrad` of a narrow [M, G or 1, 2, r] in two bf16."""
+    routes = ids.shape[0] * ids.shape[1]
+    _, experts, groups, rank, width = out.shape
+    vec = vector_width(wide, 2, width)
+    ws = strides(wide, 2, vec)
+    o_unit = unit_axis(out, 4, 3)
+    o_vec = vector_width(out, o_unit, width if o_unit == 4 else rank)
+    os_ = strides(out, o_unit, o_vec)
+    merged = config.merged
+    launch(
+        name,
+        expert_wgrad_halves_kernel,
+        (tiles * cdiv(cdiv(width, config.block_w), config.loop), cdiv(rank, config.block_r) * (groups // merged), 1),
+        (
+            narrow, wide, out, out if parts is None else parts, plan, scalings, routes, experts, slots, room, width // vec, rank // 8,
+            narrow.stride(0) // 8, 0 if narrow.shape[1] == 1 else narrow.stride(1) // 8, ws[0], 0 if wide.shape[1] == 1 else ws[1], *os_,
+        ),
+        (
+            groups, merged, config.run, 1 if wide.shape[0] == routes else ids.shape[1], config.loop, config.block_t, config.block_w,
+            config.block_r, vec, o_vec, o_unit,
+        ),
+        config.num_warps,
+        config.num_stages,
+    )  # fmt: skip
+    if parts is not None:
+        sum_parts(name, parts, out, plan, scalings, routes, slots, tiles, room, config.run, config.block_w, os_, o_vec, o_unit)
+
+
+def sum_parts(
+    name: str, parts: Tensor, out: Tensor, plan: Tensor, scalings: Tensor | None, routes: int, slots: int, tiles: int, room: int,
+    run: int, block_w: int, out_strides: tuple, o_vec: int, o_unit: int,
+) -> None:  # fmt: skip
+    """Pairs of more than one run: their parts, in order."""
+    _, experts, groups, rank, width = out.shape
+    launch(
+        name,
+        expert_wgrad_sum_kernel,
+        (cdiv(width, block_w), cdiv(rank, 16) * groups, cdiv(tiles, run)),
+        (parts, out, plan, scalings, routes, experts, slots, room, width, rank, *out_strides),
+        (groups, run, slots == 0, block_w, 16, o_vec, o_unit),
+        4,
+        1,
+    )

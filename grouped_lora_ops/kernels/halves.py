@@ -13,10 +13,10 @@ from .tile import launch, scaled, split
             do_not_specialize_on_alignment=("ids", "scalings"))  # fmt: skip
 def halves_kernel(
     h, out, ids, scalings, ROWS: "i32", G: "i32", R_8: "i32", L: "i32", id_div: "i32", ids_stride: "i64", h_c: "i64",
-    CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """h's axes (chunk, row, r), out's (row, half, r), dense, r of 8 · R_8. The sums, the product and the split are those of
-    `mixed_rows`. EARLY: the next kernel may start before this one's wait."""
+    `mixed_rows`. EARLY: the next kernel may start before this one's wait. FILL: zeros in rows without an adapter."""
     R = R_8 * 8
     if PDL:
         if EARLY:
@@ -38,6 +38,8 @@ def halves_kernel(
         v = scaled(v, tl.load(scalings + slot, mask=live, other=0.0)[:, None])
     high, low, _ = split(v, tl.bfloat16)
     to = out + rows.to(tl.int64)[:, None] * (2 * R) + r[None, :]
+    if FILL:
+        mask = inside[:, None] & (r < R)[None, :]
     tl.store(to, high, mask=mask)
     tl.store(to + R, low, mask=mask)
 
@@ -52,8 +54,9 @@ def halves(
     slots: int,
     pdl: bool,
     early: bool = False,
+    fill: bool = False,
 ) -> None:
-    """Write high and low of scaling · h; rows without an adapter are left as they are.
+    """Write high and low of scaling · h; rows without an adapter are left as they are (fill: get zeros).
 
     early: the kernel just ahead is the shrink that made h, which lets others start only when all before it have ended. So the product
     may start, and read what is older than h, while this kernel still waits.
@@ -64,5 +67,5 @@ def halves(
     launch(
         name, halves_kernel, (cdiv(rows * groups, block_m), 1, 1),
         (h, out, ids, scalings, rows * groups, groups, rank // 8, slots, id_div, 0 if ids is None else ids.stride(0), h.stride(0) // 8),
-        (chunks, block_m, width, pdl, early), 4, 1, pdl,
+        (chunks, block_m, width, pdl, early, fill), 4, 1, pdl,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from .. import driver, launch_experts
 from ..reference.expert_delta import forms
-from . import common
+from . import common, linear_cuda
 from .expand import run as dense_expand
 from .expert_launch import (
     Routing,
     in_dtype,
+    in_halves,
     outer,
     problem,
     routing,
@@ -32,24 +34,35 @@ def wanted(t: Tensor | None, need: bool, x: Tensor) -> Tensor:
     return driver.zeros(t.shape, t.dtype, t.device) if need else common.nothing(x)
 
 
+def wanted_of_pairs(name: str, factor: Tensor, need: bool, to: Routing) -> Tensor:
+    """`wanted` for a factor of every expert: zeros in the pairs that have no route, nothing yet in the others."""
+    out = driver.empty(factor.shape, factor.dtype, factor.device) if need else common.nothing(factor)
+    if out.numel():
+        from ..kernels import expert_wgrad as kernels
+
+        kernels.clear_absent(name, out, to.routes, to.plan, to.room)
+    return out
+
+
 def run_wgrad(
     name: str,
-    narrow: Tensor,  # [M or T, G or 1, r]
+    narrow: Tensor,  # [M or T, G or 1, r]; or [M, G or 1, 2, r] in two bf16
     wide: Tensor,  # [M or T, G or 1, W]
-    out: Tensor,  # [L, E, G, r, W], zeros
+    out: Tensor,  # [L, E, G, r, W]
     to: Routing,
     ranks: Tensor | None,
     scalings: Tensor | None,
     weights: Tensor | None = None,
 ) -> None:
-    """out[l, e, g] += s_l Σ_m w_m narrow[m, g]ᵀ wide[m, g]."""
+    """out[l, e, g] = s_l Σ_m w_m narrow[m, g]ᵀ wide[m, g], of pairs that have routes."""
     if out.numel() == 0 or to.routes == 0:
         return
     from ..kernels import expert_wgrad as kernels
 
     _, _, groups, rank, width = out.shape
     p = problem(wide, to, groups, 1, width, 0, rank)
-    config = common.configured(launch_experts.wgrad, p)
+    halves = narrow.dim() == 4
+    config = common.configured(launch_experts.wgrad, p, halves, halves and wide.shape[1] == 1)
     tiles = common.configured(launch_experts.plan_tiles, to.routes, to.experts, to.slots)
     parts = None
     if tiles > config.run or to.routes > config.run * launch_experts.plan_rows(to.routes, to.experts, to.slots):
@@ -95,7 +108,7 @@ def token_slots(to: Routing) -> Tensor:
 
 
 class FactorGrads(NamedTuple):
-    v: Tensor  # [M, G, r] float32, s · grad B: zeros where there is no adapter; not weighted
+    v: Tensor  # [M, G, r] float32, s · grad B: zeros where there is no adapter; not weighted. Or [M, G, 2, r], in two bf16
     da: Tensor
     db: Tensor
     dot: Tensor | None  # [M] float32, <h, v>
@@ -112,35 +125,50 @@ def factor_grads(
     weights: Tensor | None,  # [M]
     ranks: Tensor | None,
     needs: list[bool],  # lora_a, lora_b, dot
+    kept: Tensor | None = None,  # [M, G, 2, r], what `operands` kept of x
+    halves: bool = False,  # whether v may come in two bf16
 ) -> FactorGrads:
-    """dA = Σ (w v)ᵀ x and dB = s Σ (w grad)ᵀ h over a pair's routes; `to` has a plan. grad is in x's dtype."""
+    """dA = Σ (w v)ᵀ x and dB = s Σ (w grad)ᵀ h over a pair's routes; `to` has a plan. grad is in x's dtype.
+
+    Where it can be, v and s · h are made in two bf16 each, which is what the matrix unit takes.
+    """
     a, b = forms(in_dtype(lora_a, x), in_dtype(lora_b, x))
     grad = outer(grad, b.shape[2])
-    groups = a.shape[2]
-    if groups == 1 and b.shape[2] == 2:  # both halves read one h: v is the sum of theirs
-        v = run_shrink(name, grad, b.transpose(3, 4), 1, to, ranks, scalings, True)[0]
-    else:
-        v = run_shrink(name, grad, b.transpose(3, 4), groups, to, ranks, scalings, True)[0]
-    da, db, dot = wanted(lora_a, needs[0], x), wanted(lora_b, needs[1], x), None
-    if needs[1] or needs[2]:
+    groups, rank = a.shape[2], a.shape[3]
+    a_shared, b_shared = (factor.shape[1] == 1 and to.experts > 1 for factor in (a, b))
+    da, db = (
+        wanted(factor, need, x) if shared else wanted_of_pairs(name, factor, need, to)
+        for factor, need, shared in ((lora_a, needs[0], a_shared), (lora_b, needs[1], b_shared))
+    )
+    x_halves, grad_halves = (weights is None and takes_halves(wide, rank) for wide in (x[:, None], grad))
+    dot = None
+    # both halves of B may read one h: then v is the sum of theirs
+    shrink = functools.partial(run_shrink, name, grad, b.transpose(3, 4), groups, to, ranks, scalings, True)
+    halves = halves and x_halves and not a_shared
+    v = shrink(halves=True) if halves else shrink()[0]
+    if needs[1] and grad_halves and not (a_shared or b_shared or needs[2]):
+        if kept is None:
+            kept = run_shrink(name, x[:, None], a, groups, to, ranks, scalings, True, halves=True)
+        run_wgrad(name, kept, grad, forms(lora_a, db)[1].transpose(3, 4), to, ranks, None)
+    elif needs[1] or needs[2]:
         h = run_shrink(name, x[:, None], a, groups, to, ranks, fill=True)[0]
-    if needs[1]:
-        view = forms(lora_a, db)[1].transpose(3, 4)  # [L, E|1, G, r, N/G]
-        if b.shape[1] == 1 and to.experts > 1:
-            slots = route_slots(to)
-            rows = h if h.shape[0] == to.routes else h.repeat_interleave(to.top_k, 0)
-            if weights is not None:
-                rows = rows * torch.where(slots >= 0, weights.float(), 0)[:, None, None]
-            wide = grad if grad.shape[0] == to.routes else grad.repeat_interleave(to.top_k, 0)
-            shared_wgrad(name, rows, wide, view[:, 0], slots, ranks, scalings)
-        else:
-            run_wgrad(name, h, grad, view, to, ranks, scalings, weights)
-    if needs[2]:
-        dot = driver.zeros((to.routes,), torch.float32, x.device)
-        run_dot(name, v.flatten(1), h.flatten(1), dot, to)
+        if needs[1]:
+            view = forms(lora_a, db)[1].transpose(3, 4)  # [L, E|1, G, r, N/G]
+            if b_shared:
+                slots = route_slots(to)
+                rows = h if h.shape[0] == to.routes else h.repeat_interleave(to.top_k, 0)
+                if weights is not None:
+                    rows = rows * torch.where(slots >= 0, weights.float(), 0)[:, None, None]
+                wide = grad if grad.shape[0] == to.routes else grad.repeat_interleave(to.top_k, 0)
+                shared_wgrad(name, rows, wide, view[:, 0], slots, ranks, scalings)
+            else:
+                run_wgrad(name, h, grad, view, to, ranks, scalings, weights)
+        if needs[2]:
+            dot = driver.zeros((to.routes,), torch.float32, x.device)
+            run_dot(name, v.flatten(1), h.flatten(1), dot, to)
     if needs[0]:
         view = forms(da, lora_b)[0]
-        if a.shape[1] == 1 and to.experts > 1:
+        if a_shared:
             if to.per_token(x):
                 rows = summed(name, v.flatten(1), v, to, weights).view(-1, groups, v.shape[2])
                 slots = token_slots(to)
@@ -149,8 +177,15 @@ def factor_grads(
                 rows = v if weights is None else v * torch.where(slots >= 0, weights.float(), 0)[:, None, None]
             shared_wgrad(name, rows, x[:, None], view[:, 0], slots, ranks, None)
         else:
-            run_wgrad(name, v, x[:, None], view, to, ranks, None, weights)
+            narrow = in_halves(name, v[None], to) if x_halves and not halves else v
+            run_wgrad(name, narrow, x[:, None], view, to, ranks, None, weights)
     return FactorGrads(v, da, db, dot)
+
+
+def takes_halves(wide: Tensor, rank: int) -> bool:
+    from ..kernels import expert_wgrad as kernels
+
+    return kernels.takes_halves(wide, rank)
 
 
 def shared_wgrad(name, narrow, wide, out, slots: Tensor, ranks, scalings) -> None:
@@ -192,8 +227,8 @@ def delta_backward(
 def input_rows(
     name: str, grad: Tensor, weight: Tensor, lora_a: Tensor | None, v: Tensor | None, to: Routing, ranks, weights, dtype
 ) -> Tensor:
-    """(grad Wₑ + v Aₑ) · w of every route, [M, D] in dtype: the product of `projection`, with W and A transposed."""
-    w = weight if weight.dim() == 4 else weight[:, None]
+    """(grad Wₑ + v Aₑ) · w of every route, [M, D] in dtype: the product of `projection`, with W and A transposed. v as `FactorGrads` has
+    it, in two bf16 where `rows_by_cuda` says so."""
     out = driver.empty((to.routes, weight.shape[-1]), dtype, grad.device)
     if out.numel() == 0:
         return out
@@ -201,12 +236,30 @@ def input_rows(
         driver.refuse()
         return out.zero_()
     b = None if v is None else v_factor(lora_a, grad).transpose(3, 4)
-    p = problem(grad, to, 1, 1, w.shape[2], out.shape[1], 0 if v is None else v.shape[2])
-    run_linear(
-        name, outer(grad, w.shape[1]), w.transpose(2, 3), None if v is None else v[None], b, None, out[:, None], to, ranks, None,
-        weights, False, common.configured(launch_experts.linear, p, True),
-    )  # fmt: skip
+    x, w, config = _transposed(grad, weight, to, 0 if v is None else v.shape[-1])
+    h = v if v is None or v.dim() == 4 else v[None]
+    run_linear(name, x, w, h, b, None, out[:, None], to, ranks, None, weights, False, config)
     return out
+
+
+def _transposed(grad: Tensor, weight: Tensor, to: Routing, rank: int) -> tuple:
+    """(grad, W, config) as `run_linear` takes them."""
+    w = weight if weight.dim() == 4 else weight[:, None]
+    p = problem(grad, to, 1, 1, w.shape[2], weight.shape[-1], rank)
+    return outer(grad, w.shape[1]), w.transpose(2, 3), common.configured(launch_experts.linear, p, True)
+
+
+def rows_by_cuda(name: str, grad: Tensor, weight: Tensor, lora_a: Tensor, to: Routing, dtype) -> bool:
+    """Whether `input_rows` is csrc/linear.cu's product, which takes v in two bf16. Nothing is launched, nothing copied."""
+    if to.plan is None or 0 in (to.experts, to.routes, *grad.shape, weight.shape[-1]):
+        return False
+    a = lora_a if lora_a.dtype == grad.dtype else torch.empty(lora_a.shape, dtype=grad.dtype, device="meta")
+    b = v_factor(a, grad).transpose(3, 4)
+    x, w, config = _transposed(grad, weight, to, b.shape[4])
+    if not config.cuda or linear_cuda.loaded(name, grad) is None:
+        return False
+    v = torch.empty(to.routes, b.shape[2], 2, b.shape[4], dtype=grad.dtype, device="meta")
+    return linear_cuda.fits(x, w, v, b, None, torch.empty(to.routes, 1, weight.shape[-1], dtype=dtype, device="meta"), None)
 
 
 def v_factor(lora_a: Tensor, x: Tensor) -> Tensor:
@@ -230,16 +283,18 @@ def linear_backward(
     ranks, scalings = common.contiguous(ranks), common.contiguous(scalings)
     to = routing(expert_ids, adapter_ids, weight.shape[0], slots, plan, need_a or need_b)
     dx = dweight = dbias = dw = common.nothing(x)
+    apart = need_w or to.per_token(x)  # <x, dx> is the gradient of the weight, less the bias's
+    dtype = torch.float32 if apart else x.dtype
     if lora and (need_x or need_a or need_b or need_w):
-        found = factor_grads(name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, [need_a, need_b, False])
+        halves = rows_by_cuda(name, grad_y, weight, lora_a, to, dtype)
+        found = factor_grads(
+            name, grad_y, x, lora_a, lora_b, to, scalings, row_weights, ranks, [need_a, need_b, False], halves=halves
+        )
         v, da, db = found.v, found.da, found.db
     else:
         v, da, db = None, wanted(lora_a, need_a, x), wanted(lora_b, need_b, x)
     if need_x or need_w:
-        apart = need_w or to.per_token(x)  # <x, dx> is the gradient of the weight, less the bias's
-        rows = input_rows(
-            name, grad_y, weight, lora_a, v, to, ranks, None if need_w else row_weights, torch.float32 if apart else x.dtype
-        )
+        rows = input_rows(name, grad_y, weight, lora_a, v, to, ranks, None if need_w else row_weights, dtype)
         if need_w:
             dot = driver.zeros((routes,), torch.float32, x.device)
             run_dot(name, x, rows, dot, to)

@@ -84,11 +84,12 @@ def run_shrink(
     fill: bool = False,
     config: launch_experts.ExpertShrinkConfig | None = None,
     halves: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """h [chunks, M, G, r] float32 of every route; [1, T, G, r] where A is shared and x has a row for each token.
 
     fill: zeros in routes without an adapter, which else hold nothing; the per-token h has them always. halves: [M, G, 2, r], in
-    two bf16, for a shrink that is not split.
+    two bf16, for a shrink that is not split, into `out` if that is given.
     """
     rank, features = a.shape[3], x.shape[2]
     per_token = to.per_token(x)
@@ -108,7 +109,7 @@ def run_shrink(
     shape, dtype = (chunks, to.routes, groups, rank), torch.float32
     if halves:
         shape, dtype = (to.routes, groups, 2, rank), x.dtype
-    h = driver.empty(shape, dtype, x.device)
+    h = driver.empty(shape, dtype, x.device) if out is None else out
     kernels.shrink(
         name, x, a, h, per_token, to.ids, to.adapters, to.plan, ranks, scalings, to.experts, to.room, fill, config
     )
@@ -152,9 +153,13 @@ class Operands(NamedTuple):
 
 def operands(
     name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, bias: Tensor | None,
-    ranks: Tensor | None, groups: int, scalings: Tensor | None = None, out: Tensor | None = None,
+    ranks: Tensor | None, groups: int, scalings: Tensor | None = None, out: Tensor | None = None, keep: Tensor | None = None,
+    kept: Tensor | None = None,
 ) -> Operands:  # fmt: skip
-    """Views of the operands in `groups` groups or more, and h, by the shrink's launch. out [M, N]: where `run_linear` is to write."""
+    """Views of the operands in `groups` groups or more, and h, by the shrink's launch. out [M, N]: where `run_linear` is to write.
+
+    keep [M, G, 2, r]: gets scaling · h in two bf16, zeros without an adapter. kept: what such a call wrote there for this x.
+    """
     h = taken = None
     factors = (in_dtype(lora_a, x), in_dtype(lora_b, x)) if _adds(lora_a, x, to) else (None, None)
     w, a, b, bias, p = _views(x, weight, *factors, to, bias, groups)
@@ -163,8 +168,26 @@ def operands(
         if out is not None and _takes_cuda(name, x, w, a, b, bias, outer(out, p.groups), to, p):
             taken = linear_cuda.counter(x.device)
             halves = not config.split and not (a.shape[1] == 1 and to.per_token(x))
-        h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, scalings if halves else None, config=config, halves=halves)
+        if taken is not None and kept is not None:
+            h = kept
+        elif halves:
+            h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, scalings, keep is not None, config, halves, keep)
+        else:
+            h = run_shrink(name, x[:, None], a, a.shape[2], to, ranks, None, keep is not None, config)
+            if keep is not None:
+                in_halves(name, h, to, scalings, keep)
     return Operands(w, h, b, bias, p, taken)
+
+
+def in_halves(name: str, h: Tensor, to: Routing, scalings: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """h [chunks, M, G, r] (· scaling) in two bf16, [M, G, 2, r], zeros without an adapter."""
+    from ..kernels.halves import halves
+
+    if out is None:
+        out = driver.empty((*h.shape[1:3], 2, h.shape[3]), torch.bfloat16, h.device)
+    if out.numel():
+        halves(name, h, out, to.adapters, to.top_k, scalings, to.slots, False, fill=True)
+    return out
 
 
 def _adds(lora_a: Tensor | None, x: Tensor, to: Routing) -> bool:
@@ -220,6 +243,8 @@ def projection(
     ranks: Tensor | None,
     staged: bool,
     out: Tensor | None = None,  # [M, N], to write into
+    keep: Tensor | None = None,  # as in `operands`
+    kept: Tensor | None = None,
 ) -> Tensor:
     """(x Wᵀ + delta + bias) · weight of every route, [M, N]; staged: x Wᵀ + delta rounded, then + bias · weight.
 
@@ -233,7 +258,7 @@ def projection(
     if to.experts == 0:
         fill_base(None, out)
         return out
-    w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, out)
+    w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, out, keep, kept)
     config = common.configured(launch_experts.linear, p)
     run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config, taken)
     return out

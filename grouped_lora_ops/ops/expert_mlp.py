@@ -7,11 +7,11 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import _checks_experts, reference
+from .. import _checks_experts, launch_experts, reference
 from .._checks_experts import Mlp
 from .._library import define, once_differentiable
 from . import common
-from .expert_common import cast_unless_float32, gradient_of
+from .expert_common import cast_unless_float32, gradient_of, kept_shape
 from .prepared import prepared, straight
 
 # positions of what the backward op has gradients for, in its order
@@ -62,8 +62,9 @@ def expert_mlp(
 
     Returns [T, H], exactly zero where nothing is routed, whatever x and the weights hold.
     Differentiable in x, topk_weights, the base weights and biases and the LoRA factors. Saved for the backward: the
-    arguments and h1 [T·K, 2I] (the op `torch.ops.grouped_lora.expert_mlp` called directly saves no h1 and computes it
-    anew); a, and for the weights of `post_down` h2, are computed anew. The gradient of a rounded stage is rounded once
+    arguments, h1 [T·K, 2I], the plan and, on a GPU in bf16, scalings · A input of both projections, 4 bytes for each of
+    T·K · r (the op `torch.ops.grouped_lora.expert_mlp` called directly saves the arguments and computes these anew); a,
+    and for the weights of `post_down` h2, are computed anew. The gradient of a rounded stage is rounded once
     to x's dtype, that of x after the sum over k in float32; weights are never divided by. Second derivatives raise
     RuntimeError.
 
@@ -105,7 +106,8 @@ def _cpu(*args):
 
 
 def _train_cpu(*args):
-    return _reference(reference.expert_mlp_train, _checked(True, args)[0])
+    m, _ = _checked(True, args)
+    return *_reference(reference.expert_mlp_train, m), m.x.new_empty(0), m.x.new_empty(0), m.topk_ids.new_empty(0, dtype=torch.int32)
 
 
 @prepared
@@ -129,23 +131,33 @@ def _fake(*args):
 
 def _train_fake(*args):
     m, dims = _checked(False, args)
-    return m.x.new_empty(m.x.shape), m.x.new_empty(dims.down.tokens * dims.down.top_k, dims.gate_up.out_features)
+    experts, plan, shapes = dims.down.experts, 0, [(0,), (0,)]
+    if m.x.is_cuda:
+        shapes = [kept_shape(m.x, a, b, m.topk_ids, experts) for a, b in ((m.gate_up_a, m.gate_up_b), (m.down_a, m.down_b))]
+        if m.plan is None and (m.gate_up_a is not None or m.down_a is not None):
+            plan = launch_experts.plan_size(dims.down.tokens * dims.down.top_k, experts, dims.slots, torch.sym_min)
+    return (
+        m.x.new_empty(m.x.shape),
+        m.x.new_empty(dims.down.tokens * dims.down.top_k, dims.gate_up.out_features),
+        *[m.x.new_empty(shape) for shape in shapes],
+        m.topk_ids.new_empty(plan, dtype=torch.int32),
+    )
 
 
-def _backward_cpu(*args):
-    x = args[2]
-    grads = reference.expert_mlp_backward(*args)
+def _backward_cpu(grad_y, h1, h_gate_up, h_down, made, *args):
+    x = args[0]
+    grads = reference.expert_mlp_backward(grad_y, h1, *args)
     return tuple([x.new_empty(0) if g is None else g for g in grads])
 
 
-@functools.partial(prepared, needs=20)
+@functools.partial(prepared, needs=23)
 def _backward_cuda(*args):
     from . import expert_cuda
 
     return expert_cuda.mlp_backward(*args)
 
 
-def _backward_fake(grad_y, h1, *args):
+def _backward_fake(grad_y, h1, h_gate_up, h_down, made, *args):
     needs = args[-1]
     return tuple([gradient_of(args[i], need, args[0]) for need, i in zip(needs, DIFFERENTIABLE)])
 
@@ -153,20 +165,20 @@ def _backward_fake(grad_y, h1, *args):
 def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.choices = inputs[13:16]
-    h1 = None
+    kept = [None] * 4
     if not isinstance(output, Tensor):
-        h1 = output[1]
-        ctx.mark_non_differentiable(h1)
-    ctx.save_for_backward(h1, *inputs[:13], *inputs[16:])
+        kept = output[1:]
+        ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(*kept, *inputs[:13], *inputs[16:])
 
 
-def _grad(ctx, grad_y, grad_h1=None):
+def _grad(ctx, grad_y, *_):
     result = [None] * len(Mlp._fields)
     if grad_y is None:  # not materialised: nobody used y, and h1's zeros would cost an allocation as large as h1
         return tuple(result)
-    h1, *saved = ctx.saved_tensors
+    saved = ctx.saved_tensors
     needs = [common.needs_grad(ctx, i) for i in DIFFERENTIABLE]
-    grads = _backward_op(grad_y, h1, *saved[:13], *ctx.choices, *saved[13:], needs)
+    grads = _backward_op(grad_y, *saved[:17], *ctx.choices, *saved[17:], needs)
     for i, need, grad in zip(DIFFERENTIABLE, needs, grads):
         result[i] = grad if need else None
     return tuple(result)
@@ -188,7 +200,8 @@ _OPTIONS = (
     "str router_weight='pre_down', Tensor? ranks=None, Tensor? plan=None"
 )
 _backward_op = define(
-    f"expert_mlp_backward(Tensor grad_y, Tensor? h1, {_ARGUMENTS}, Tensor? b_gate_up, Tensor? b_down, str activation, "
+    "expert_mlp_backward(Tensor grad_y, Tensor? h1, Tensor? h_gate_up, Tensor? h_down, Tensor? made, "
+    f"{_ARGUMENTS}, Tensor? b_gate_up, Tensor? b_down, str activation, "
     "float? activation_limit, str router_weight, Tensor? ranks, Tensor? plan, bool[] needs) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_backward_cpu,
@@ -207,7 +220,7 @@ _op = define(
 )
 _straight = straight(_cuda, op=_op)
 _train_op = define(
-    f"expert_mlp_train({_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"expert_mlp_train({_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_train_cpu,
     cuda=_train_cuda,
     fake=_train_fake,
