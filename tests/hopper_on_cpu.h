@@ -16,6 +16,7 @@
 
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
 namespace cpu {

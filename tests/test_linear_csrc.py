@@ -626,18 +626,13 @@ def test_other_storage_of_experts(on_cpu, monkeypatch):
     assert on_cpu.last == "linear_bf16_256_experts_transposed"
 
 
+@pytest.mark.parametrize("rank", [16, 40])
 @pytest.mark.parametrize("factors", ["per expert", "an A each", "both shared"])
 @pytest.mark.parametrize("weights", ["packed", "halves"])
-def test_gradient_of_x_of_experts(on_cpu, monkeypatch, factors, weights):
-    """Summed over the halves of W, of A, or of both; rounded, or left in float32."""
-    c = build_routes(
-        factors,
-        experts=5,
-        weights=weights,
-        per_route=True,
-        **EXPERTS | dict(rank=40, features=264, out=144),
-        ranks=[40, 7, 33],
-    )
+def test_gradient_of_x_of_experts(on_cpu, monkeypatch, factors, weights, rank):
+    """Summed over the halves of W, of A, or of both; rounded, or left in float32. Two pieces of 16 columns to a stage, of any adapters."""
+    sizes = EXPERTS | dict(rank=rank, features=264, out=144)
+    c = build_routes(factors, experts=5, weights=weights, per_route=True, **sizes, ranks=[rank, 7, rank - 7])
     wide = c.double()
     needs = [True, *[False] * 5]
     want = reference.expert_linear_backward(
@@ -688,6 +683,54 @@ def test_inf_and_nan_of_experts(on_cpu, monkeypatch, rank):
     monkeypatch.undo()
     assert wrong.any() and torch.equal(~got.isfinite(), wrong)
     assert_equal(got.masked_fill(wrong, 0), clean.masked_fill(wrong, 0))
+
+
+# --- dots ---
+
+
+def dots_of(on_cpu, monkeypatch, c, x, weight, bias, lora, against):
+    """What `projection_dots` adds to ones, by one launch of the kernel."""
+    use_cuda(monkeypatch, False)
+    shrink = lambda p, *a: launch_experts.shrink_with(p, 16, block_c=16, split=False)  # noqa: E731
+    monkeypatch.setattr(launch_experts, "shrink", shrink)
+    common.configured.cache_clear()
+    factors = (on_cpu.edge(c.a), on_cpu.edge(c.b)) if lora else (None, None)
+    out = on_cpu.edge(torch.ones(c.ids.numel()))
+    operands = (on_cpu.edge(x), on_cpu.edge(weight), *factors, routing_of(c, lora), c.scalings, on_cpu.edge(bias), c.ranks, None)
+    expert_launch.projection_dots("expert_mlp_backward", *operands, on_cpu.edge(against), out)
+    assert [name for name, _ in on_cpu.launches] == ["linear_bf16_256_experts"], "the layouts did not suit the kernel"
+    on_cpu.launches.clear()
+    return out.clone()
+
+
+@pytest.mark.parametrize("rank, out, lora, biased", [(16, 264, True, True), (40, 40, True, False), (8, 520, False, True)])
+def test_dots_with_rows_of_tokens(on_cpu, monkeypatch, rank, out, lora, biased):
+    """y is rounded, and not written. A token whose routes are all masked has NaN there."""
+    c = build_routes("per expert", experts=5, per_route=True, ranks=[rank, 5, 0], **EXPERTS | dict(rank=rank, out=out))
+    wide, (e, _, _) = c.double(), slots_of(c)
+    routed = (c.ids >= 0) & (c.ids < 5)
+    y = rounded(wide.linear(reference.expert_linear, False, False, lora), BF16)
+    if biased:
+        y = (y.float() + c.bias[e].flatten(1).float()).to(BF16)
+    against = torch.randint(-1, 2, (c.ids.shape[0], out), generator=torch.Generator().manual_seed(4)).to(BF16)
+    rows = against.repeat_interleave(c.ids.shape[1], 0)
+    want = 1 + torch.where(routed.reshape(-1), (y.double() * rows.double()).nan_to_num().sum(1), 0).float()
+    against[~routed.any(1)] = NAN
+    assert_equal(dots_of(on_cpu, monkeypatch, c, c.x, c.weight, c.bias if biased else None, lora, against), want)
+
+
+def test_dots_have_one_order(on_cpu, monkeypatch):
+    """That of kernels/expert_rows.py, which reads y from memory: here y is x."""
+    from grouped_lora_ops.kernels import expert_rows
+
+    generator = torch.Generator().manual_seed(1)
+    for width in (40, 256, 520, 776):
+        c = build_routes("per expert", experts=5, per_route=True, **EXPERTS | dict(features=width, out=width))
+        x, against = (torch.randn(rows, width, generator=generator).to(BF16) for rows in (c.ids.numel(), c.ids.shape[0]))
+        weight = torch.eye(width).to(BF16).expand(5, -1, -1).contiguous()
+        want = torch.ones(c.ids.numel())
+        expert_rows.row_dot("expert_mlp_backward", x, against, want, c.ids, 5)
+        assert_equal(dots_of(on_cpu, monkeypatch, c, x, weight, None, False, against), want)
 
 
 # --- what must not happen ---
@@ -770,6 +813,17 @@ def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
 
 def only_experts(text):
     return re.sub(r"^KERNEL\((?!linear_bf16_256_experts,).*$", "", text, flags=re.MULTILINE)
+
+
+def test_the_emulation_sees_pieces_in_one_place(monkeypatch, tmp_path):
+    """Of 16 columns two pieces lie side by side in a stage."""
+    emulation.needs_compiler()
+    place = "const u32 place = TRANSPOSED ? c : half * CHUNKS + c;"
+    assert (ROOT / "csrc/linear.cu").read_text().count(place) == 1
+    on_cpu = OnCpu(compiled(tmp_path, lambda text: only_experts(text.replace(place, "const u32 place = c;"))), monkeypatch)
+    with pytest.raises(AssertionError):
+        experts(on_cpu, monkeypatch, build_routes("per expert", experts=5, **EXPERTS))
+    on_cpu.close()
 
 
 def test_the_emulation_sees_what_low_reads(monkeypatch, tmp_path):
