@@ -10,6 +10,7 @@
 //   1 finds the rows and the adapters of the tiles ahead.
 //   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. All they know of LoRA is how many
 //     stages it has and that high and low may meet one B; a zero h or B adds zeros, and a tile's rows may have different adapters.
+//     Under DOTS they write no y but each row's dot with a token's row `against`, which comes as the tile's last stages.
 //
 // Tiles are dealt out to the blocks in turn. Those of experts (CLAIMS) take unequal time, and the last of them stood alone: there a block
 // takes the next tile from a counter when it is about to end one.
@@ -34,7 +35,7 @@ static constexpr u32 X_BYTES = BM * BK * 2;
 static constexpr u32 ENDING = 6; // CLAIMS: so many stages before its last one of D a block takes its next tile
 static constexpr u32 MAX_SLICES = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 1024;
 static constexpr u32 ROWS = 0, EXPERT = 2; // modes, as in ops/linear_cuda.py (1: the plan's order)
-static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP = 16, IN_ORDER = 32, OUT32 = 64, DOT = 128; // flags
+static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP = 16, IN_ORDER = 32, OUT32 = 64; // flags
 
 struct __align__(64) Params {
     u64 map[16];   // W's tensor map: axes (d, n, group, expert), or (n, d, …) where W's elements lie side by side along n
@@ -44,7 +45,7 @@ struct __align__(64) Params {
     const u16 *h; // scaling · h: a row's high parts, then its low ones; may be null: no LoRA
     const u16 *b;
     const void *bias; // may be null
-    void *out; // bf16, or float32 by OUT32; DOT: float32 [row, block of columns], what y's columns there sum to, each times `against`
+    void *out; // bf16, or float32 by OUT32; DOTS: float32 [row, block of columns], what y's columns there sum to, each times `against`
     const void *ids;  // of tokens; null: slot 0
     const int *plan;  // null for ROWS
     const int *ranks; // may be null
@@ -62,10 +63,10 @@ struct __align__(64) Params {
     u32 *taken; // CLAIMS: zero, tiles taken so far
     u32 tail;
     union {
-        const float *scales;  // SCALED: of W's blocks
-        const u16 *against;   // DOT (CLAIMS): a row of y's columns for each token
+        const float *scales; // SCALED: of W's blocks
+        const u16 *against;  // DOTS: a row of y's columns for each token
     };
-    u32 s_g, s_n, s_d;    // elements: from group to group, from 128 rows of W to the next, from 128 columns; DOT: s_g from row to row
+    u32 s_g, s_n, s_d; // elements: from group to group, from 128 rows of W to the next, from 128 columns; DOTS: s_g from row to row
     u32 unused;
 };
 static_assert(sizeof(Params) == 704); // as ops/linear_cuda.py packs it
@@ -77,8 +78,8 @@ struct Info { // of a tile
     int x_rows[BM];
     u32 slots[BM];
     uint2 h[BM];                // where its row of h begins, in 16 bytes, and its slot once more
-    u32 list[BM], ends[BM]; // adapters that occur, and the number of the last piece of each + 1
-    u32 pieces, steps;      // of LoRA, and its stages
+    u32 list[BM], ends[BM]; // adapters that occur, and the number of the last stage of each + 1
+    u32 steps;              // stages of LoRA
     u32 mixed;              // its rows do not all have one adapter
     u32 index;              // CLAIMS: its number
 };
@@ -173,21 +174,14 @@ __device__ __forceinline__ u32 rank_of(const Params &p, u32 slot) {
     return p.ranks == nullptr ? p.rank : (u32)min(max(p.ranks[slot], 0), (int)p.rank);
 }
 
-// Pieces of an adapter of this rank, each a stage: [high | low] of up to 32 columns; else high's, then low's of 64 columns each. Blocks
-// of 64 columns (`twice`) have B in high's stage alone: low's products read it there. Of 16 columns (`paired`) two pieces share a stage,
-// whosever they are: [high | low | high | low] and [B | B].
-__device__ __forceinline__ u32 rank_pieces(const Params &p, u32 rank) {
+// Stages that an adapter of this rank takes: [high | low] of up to 32 columns share one; else high's, then low's of 64 columns each. Blocks
+// of 64 columns (`twice`) have B in high's stage alone: low's products read it there.
+__device__ __forceinline__ u32 rank_steps(const Params &p, u32 rank) {
     if (p.rank_block <= 32) return (rank + p.rank_block - 1) / p.rank_block;
     return 2 * ((rank + BK - 1) / BK);
 }
 
 __device__ __forceinline__ bool twice(const Params &p) { return p.rank_block == BK; }
-__device__ __forceinline__ bool paired(const Params &p) { return p.rank_block == 16; }
-__device__ __forceinline__ u32 stages_of(const Params &p, u32 pieces) { return paired(p) ? (pieces + 1) / 2 : pieces; }
-// Columns of h, and of B along them, that stage i of LoRA has.
-__device__ __forceinline__ u32 width_of(const Params &p, const Info &info, u32 i) {
-    return paired(p) ? min(info.pieces - 2 * i, 2u) * 16 : min(p.rank_block, BK);
-}
 
 __device__ __forceinline__ const u16 *factor(const Params &p, const Tile &t, u32 slot, u32 group) {
     return p.b + slot * p.b_l + t.expert * p.b_e + (t.w_group + group) * p.b_g;
@@ -242,23 +236,28 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
         }
         without = __any_sync(~0u, without);
         __syncwarp();
-        u32 count = 0, pieces = 0;
+        u32 count = 0, steps = 0;
         for (u32 word = 0; lora && word < (p.slots + 31) / 32; ++word)
             for (u32 rest = s.mask[word]; rest; rest &= rest - 1) {
                 const u32 slot = 32 * word + __ffs(rest) - 1;
-                pieces += rank_pieces(p, rank_of(p, slot)) * p.h_groups;
-                if (lane == 0) info.list[count] = slot, info.ends[count] = pieces;
+                steps += rank_steps(p, rank_of(p, slot)) * p.h_groups;
+                if (lane == 0) info.list[count] = slot, info.ends[count] = steps;
                 ++count;
             }
-        if (lane == 0) info.pieces = pieces, info.steps = stages_of(p, pieces), info.mixed = count > 1 || without;
+        if (lane == 0) info.steps = steps, info.mixed = count > 1 || without;
         __syncwarp();
         if (lane == 0) arrive(s.told[turn & 1]);
     }
 }
 
+// Stages of the rows that y's meet.
+template <bool DOTS, u32 BN> __device__ __forceinline__ u32 dot_stages(const Params &p, const Tile &t) {
+    return DOTS && t.expert < p.experts ? BN / BK : 0;
+}
+
 // --- fetching ---
 
-template <bool TRANSPOSED, bool CLAIMS, u32 BN>
+template <bool TRANSPOSED, bool CLAIMS, bool DOTS, u32 BN>
 __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     if (threadIdx.x % 32) return;
@@ -295,7 +294,7 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
         wait(s.told[turn & 1], turn >> 1 & 1);
         // LoRA's stages: to be more than one use of a stage ahead, or behind, is to take another phase of its barrier for the one that is
         // wanted. So it waits for each, and none is full without it, in place of W's bytes.
-        const u32 end = number + s.info[turn & 1].steps;
+        const u32 end = number + s.info[turn & 1].steps + dot_stages<DOTS, BN>(p, t);
         for (; number != end; arrive(s.full[number % STAGES]), ++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);
         arrive(s.heard[turn & 1]);
     }
@@ -305,14 +304,13 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
 
 static constexpr u32 EACH = GATHER / 8, PASSES = BM / EACH; // 8 threads a row of x: so many rows at once, so many times
 
-// A piece of LoRA, number `step` of those of one adapter, into the stage at `at` (its second half). WIDTH columns of h: high and low side by
-// side, or (64) one of them.
+// A stage of LoRA, number `step` of those of one adapter. WIDTH columns of h: high and low side by side, or (64) one of them.
 template <bool TRANSPOSED, u32 BN, u32 WIDTH>
-__device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const Info &info, u32 at, u32 slot, u32 step, u32 thread, u32 half = 0) {
+__device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const Info &info, u32 at, u32 slot, u32 step, u32 thread) {
     static constexpr bool SHARES = WIDTH <= 32;
     static constexpr u32 CHUNKS = WIDTH / 8, ACROSS = SHARES ? 2 * CHUNKS : CHUNKS; // threads to a row of h
     static constexpr u32 AT_ONCE = GATHER / ACROSS, TIMES = BM / AT_ONCE;
-    const u32 rank = rank_of(p, slot), all = rank_pieces(p, rank), g = p.h_groups == 1 ? 0 : step / all;
+    const u32 rank = rank_of(p, slot), all = rank_steps(p, rank), g = p.h_groups == 1 ? 0 : step / all;
     step -= g * all;
     u32 r = step * WIDTH, part = 0;
     if (!SHARES) {
@@ -325,7 +323,7 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
         const u32 across = thread % ACROSS, lead = thread / ACROSS, column = across % CHUNKS * 8;
         const u32 valid = column < left ? 2 * min(left - column, 8u) : 0;
         const u8 *h = (const u8 *)(p.h + (t.group + g) * p.h_g + r + (SHARES ? across / CHUNKS : part) * p.rank + column);
-        const u32 to = at + lead * 128 + (((half * ACROSS + across) ^ lead) % 8) * 16;
+        const u32 to = at + lead * 128 + ((across ^ lead) % 8) * 16;
 #pragma unroll
         for (u32 j = 0; j < TIMES; ++j) { // zeros are not read from anywhere
             const uint2 row = info.h[j * AT_ONCE + lead];
@@ -340,12 +338,10 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
     const u32 limit = TRANSPOSED ? left : t.n_end - t.n;
     b += TRANSPOSED ? (r + thread / chunks) * p.b_n + t.n + 8 * c : (t.n + thread / chunks) * p.b_n + r + 8 * c;
     const i64 stride = GATHER / chunks * p.b_n;
-    static_assert(GATHER % (BN / 8) == 0 && WIDTH % 8 == 0);
-    at += X_BYTES + (TRANSPOSED ? c / 8 * (64 * 128) + half * WIDTH * 128 : 0);
-    const u32 place = TRANSPOSED ? c : half * CHUNKS + c;
+    static_assert(GATHER % (BN / 8) == 0);
 #pragma unroll 4
     for (u32 row = thread / chunks; row < rows; row += GATHER / chunks, b += stride) {
-        const u32 to = at + row * 128 + ((place ^ row) % 8) * 16;
+        const u32 to = at + X_BYTES + (TRANSPOSED ? c / 8 * (64 * 128) : 0) + row * 128 + ((c ^ row) % 8) * 16;
         copy16(to, b, row < limit ? whole : 0);
     }
 }
@@ -363,7 +359,7 @@ template <class S> struct Ring {
     __device__ __forceinline__ void copying(S &s) { arrive_with_copies(s.full[issued++ % S::STAGES]); }
 };
 
-template <bool TRANSPOSED, bool CLAIMS, u32 BN>
+template <bool TRANSPOSED, bool CLAIMS, bool DOTS, u32 BN>
 __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     const u32 thread = threadIdx.x % GATHER, chunk = thread % 8, lead = thread / 8;
     const bool in_order = p.flags & IN_ORDER;
@@ -411,17 +407,30 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
             waited = true;
         }
         wait(s.told[turn & 1], turn >> 1 & 1);
-        const u32 pieces = info.pieces;
-        u32 adapter = 0, before = 0, at = 0;
+        const u32 steps = info.steps;
+        u32 adapter = 0, before = 0;
 #pragma unroll 1
-        for (u32 i = 0; i < pieces; ++i) {
+        for (u32 i = 0; i < steps; ++i) {
             while (info.ends[adapter] <= i) before = info.ends[adapter++];
-            const u32 slot = info.list[adapter], half = paired(p) ? i % 2 : 0;
-            if (half == 0) at = shared_address(s.stages[ring.next(s)]);
-            if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread, half);
+            const u32 slot = info.list[adapter], stage = ring.next(s), at = shared_address(s.stages[stage]);
+            if (p.rank_block == 16) load_lora<TRANSPOSED, BN, 16>(p, t, info, at, slot, i - before, thread);
             else if (p.rank_block == 32) load_lora<TRANSPOSED, BN, 32>(p, t, info, at, slot, i - before, thread);
             else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
-            if (!paired(p) || half || i + 1 == pieces) ring.copying(s);
+            ring.copying(s);
+        }
+        if (const u32 last = dot_stages<DOTS, BN>(p, t)) {
+            const u16 *row[PASSES];
+#pragma unroll
+            for (u32 j = 0; j < PASSES; ++j) row[j] = p.against + (u64)((u32)max(info.rows[j * EACH + lead], 0) / p.id_div) * p.s_g + t.n + 8 * chunk;
+#pragma unroll 1
+            for (u32 c = 0; c < last; ++c) {
+                const u32 to = shared_address(s.stages[ring.next(s)]) + lead * 128 + ((chunk ^ lead) % 8) * 16;
+                const bool inside = t.n + c * BK + 8 * chunk < t.n_end;
+#pragma unroll
+                for (u32 j = 0; j < PASSES; ++j)
+                    if (j < mine) copy16(to + j * (EACH * 128), inside ? row[j] + c * BK : p.against, inside ? 16 : 0);
+                ring.copying(s);
+            }
         }
         __syncwarp();
         if (thread % 32 == 0) arrive(s.heard[turn & 1]);
@@ -477,14 +486,15 @@ __device__ __forceinline__ float plus_own(float even, float odd, u32 lane) {
     return (is_odd ? odd : even) + __uint_as_float(exchange(__float_as_uint(is_odd ? even : odd), lane));
 }
 
-// Σ y · against of a row's 32 columns from n on, neighbours first, as kernels/expert_rows.py's `row_dot` adds. y: d's numbers from `first` on.
-template <u32 COUNT> __device__ __forceinline__ float dot_of_32(const float (&d)[COUNT], u32 first, const u16 *against, u32 n, u32 n_end) {
+// Σ y · against of a row's 32 columns, neighbours first, as kernels/expert_rows.py's `row_dot` adds. y: d's numbers from `first` on; the row of
+// `against` lies at `at`, these columns in its chunks from `chunk` on, of which chunk 0 lies at `place`. columns: so many count.
+template <u32 COUNT> __device__ __forceinline__ float dot_of_32(const float (&d)[COUNT], u32 first, u32 at, u32 chunk, u32 place, int columns) {
     float sums[4];
 #pragma unroll
     for (u32 j = 0; j < 4; ++j) {
-        const u32 column = n + 8 * j + threadIdx.x % 4 * 2, y = two(d[first + 4 * j], d[first + 4 * j + 1]);
-        const u32 g = column < n_end ? *(const u32 *)(against + column) : 0;
-        sums[j] = column < n_end ? bf16::widen((u16)y) * bf16::widen((u16)g) + bf16::widen(y >> 16) * bf16::widen(g >> 16) : 0.0f; // exact products
+        const u32 y = two(d[first + 4 * j], d[first + 4 * j + 1]), g = load4(at + ((chunk + j) ^ place) * 16 + threadIdx.x % 4 * 4);
+        const float sum = bf16::widen((u16)y) * bf16::widen((u16)g) + bf16::widen(y >> 16) * bf16::widen(g >> 16); // exact products
+        sums[j] = (int)(8 * j) < columns ? sum : 0.0f;
     }
     const float own = plus_own(plus_own(sums[0], sums[1], 1), plus_own(sums[2], sums[3], 1), 2); // of 8 columns
     return plus_other(plus_other(own, 1), 2);
@@ -531,7 +541,7 @@ __device__ __forceinline__ void add_scaled_blocks(const Params &p, const Tile &t
     }
 }
 
-template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN>
+template <bool TRANSPOSED, bool CLAIMS, bool SCALED, bool DOTS, u32 BN>
 __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
@@ -561,7 +571,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             release(used++);
         };
         static constexpr u32 B_16 = TRANSPOSED ? N_MAJOR_16 : K_MAJOR_16;
-        const u32 steps = masked ? 0 : p.sum_groups * ((p.features + BK - 1) / BK);
+        const u32 steps = masked ? 0 : p.sum_groups * ((p.features + BK - 1) / BK), width = min(p.rank_block, BK);
         const bool reuses = twice(p);
         bool nonfinite = false;
         if (idle) {
@@ -569,7 +579,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             wait(s.told[turn & 1], turn >> 1 & 1);
             for (u32 i = 0; i < info.steps; ++i) {
                 const u32 at = take();
-                if (info.mixed && !(reuses && i % 2)) take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width_of(p, info, i));
+                if (info.mixed && !(reuses && i % 2)) take_nonfinite<TRANSPOSED, BN>(at + X_BYTES, width);
                 unread();
             }
         } else {
@@ -587,38 +597,29 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             }
             wait(s.told[turn & 1], turn >> 1 & 1);
             const u32 more = info.steps;
-            // Stages first … last − 1, SLICES products of 16 columns each: high and low side by side meet one B, of WIDTH columns.
-            auto add_lora = [&](auto slices, auto width, u32 first, u32 last) {
-                constexpr u32 SLICES = decltype(slices)::value, WIDTH = decltype(width)::value;
+            // high and low side by side meet one B: of SLICES products of 16 columns the second half has B's columns again
+            auto add_lora = [&](auto slices, auto again) {
+                constexpr u32 SLICES = decltype(slices)::value, AGAIN = decltype(again)::value;
 #pragma unroll 1
-                for (u32 i = first; i < last; ++i) {
+                for (u32 i = 0; i < more; ++i) {
                     const u32 at = take();
                     const bool low = reuses && i % 2; // B lies in the stage before, which is kept for it
                     const u32 b_at = (low ? shared_address(s.stages[(used - 1) % STAGES]) : at) + X_BYTES;
-                    if (info.mixed && !low) nonfinite |= take_nonfinite<TRANSPOSED, BN>(b_at, width_of(p, info, i));
+                    if (info.mixed && !low) nonfinite |= take_nonfinite<TRANSPOSED, BN>(b_at, width);
                     const u64 a = k_major(at + upper * (64 * 128)), b = TRANSPOSED ? n_major(b_at) : k_major(b_at);
                     multiplies_begin();
 #pragma unroll
-                    for (u32 k = 0; k < SLICES; ++k)
-                        multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * (WIDTH == 16 ? k / 2 : WIDTH == 32 ? k % 2 : k));
+                    for (u32 k = 0; k < SLICES; ++k) multiply<TRANSPOSED>(d, a + K_MAJOR_16 * k, b + B_16 * (k & AGAIN));
                     all_but_the_newest();
                     if (!low && (SCALED ? 0 : steps) + i > 0) release(used - 1);
                     if (!low && reuses && i > 0) release(used - 2);
                     ++used;
                 }
+                multiplied(d);
             };
-            if (paired(p)) {
-                const u32 full = info.pieces / 2;
-                add_lora(Number<4>(), Number<16>(), 0, full);
-                add_lora(Number<2>(), Number<16>(), full, more);
-                multiplied(d);
-            } else if (p.rank_block == 32) {
-                add_lora(Number<4>(), Number<32>(), 0, more);
-                multiplied(d);
-            } else {
-                add_lora(Number<4>(), Number<64>(), 0, more);
-                multiplied(d);
-            }
+            if (p.rank_block == 16) add_lora(Number<2>(), Number<0>());
+            else if (p.rank_block == 32) add_lora(Number<4>(), Number<1>());
+            else add_lora(Number<4>(), Number<3>());
             if ((SCALED ? 0 : steps) + more > 0) release(used - 1);
             if (reuses && more > 0) release(used - 2);
         }
@@ -677,16 +678,24 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             }
             continue;
         }
-        if (CLAIMS && p.flags & DOT) {
-            const bool live[2] = {rows[0] >= 0 && !masked, rows[1] >= 0 && !masked};
-            float sums[2][BN / 32];
+        if constexpr (DOTS) { // what is not there, or masked, has zeros
+            float sums[2][BN / BK] = {};
+            if (!masked) {
+                const int columns = t.n_end - t.n;
+#pragma unroll
+                for (u32 c = 0; c < BN / BK; ++c) {
+                    const u32 at = take() + in_tile * 128;
+#pragma unroll
+                    for (u32 i = 0; i < 2; ++i)
+                        sums[i][c] = dot_of_32(d, 32 * c + 2 * i, at + i * (8 * 128), 0, in_tile % 8, columns - 64 * (int)c) +
+                                     dot_of_32(d, 32 * c + 16 + 2 * i, at + i * (8 * 128), 4, in_tile % 8, columns - 64 * (int)c - 32);
+                    unread();
+                }
+            }
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
-                const u16 *against = p.against + (u64)((u32)max(rows[i], 0) / p.id_div) * p.s_g;
 #pragma unroll
-                for (u32 four = 0; four < BN / 32; ++four) sums[i][four] = dot_of_32(d, 16 * four + 2 * i, against, t.n + 32 * four, live[i] ? t.n_end : 0);
-#pragma unroll
-                for (u32 width = BN / 64; width; width /= 2)
+                for (u32 width = BN / (2 * BK); width; width /= 2)
 #pragma unroll
                     for (u32 j = 0; j < width; ++j) sums[i][j] = sums[i][2 * j] + sums[i][2 * j + 1];
                 if (rows[i] >= 0 && quad == 0) ((float *)p.out)[(u32)rows[i] * p.o_t + t.n / BN] = sums[i][0];
@@ -726,7 +735,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
     }
 }
 
-template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN> __device__ __forceinline__ void run(const Params &p) {
+template <bool TRANSPOSED, bool CLAIMS, bool SCALED, bool DOTS, u32 BN> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Shared<BN> &s = *(Shared<BN> *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
     if (threadIdx.x == 0) {
@@ -776,34 +785,35 @@ template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN> __device__ __forcei
     const u32 blocks = column_blocks<BN>(p);
     if (threadIdx.x < MULTIPLY) {
         if constexpr (BN > 64) more_registers<200>();
-        multiply_and_write<TRANSPOSED, CLAIMS, SCALED>(p, s, row_tiles, blocks);
+        multiply_and_write<TRANSPOSED, CLAIMS, SCALED, DOTS>(p, s, row_tiles, blocks);
     } else {
         if constexpr (BN > 64) fewer_registers<104>();
-        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
-        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
+        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, CLAIMS, DOTS>(p, s, row_tiles, blocks);
+        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, CLAIMS, DOTS>(p, s, row_tiles, blocks);
         else find<CLAIMS>(p, s, row_tiles, blocks);
     }
 }
 
 // 64: at most 128 registers a thread, though no more threads run: a shrink's block has some beside it.
-#define KERNEL(name, transposed, claims, scaled, columns)                                                                                           \
+#define KERNEL(name, transposed, claims, scaled, dots, columns)                                                                                     \
     extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS) name(const __grid_constant__ Params p) {                            \
-        run<transposed, claims, scaled, columns>(p);                                                                                                \
+        run<transposed, claims, scaled, dots, columns>(p);                                                                                          \
     }
 #else
 extern "C" __device__ const int shared_bytes_256 = 0;
 extern "C" __device__ const int shared_bytes_128 = 0;
 extern "C" __device__ const int shared_bytes_64 = 0;
-#define KERNEL(name, transposed, claims, scaled, columns)                                                                                           \
+#define KERNEL(name, transposed, claims, scaled, dots, columns)                                                                                     \
     extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(linear_bf16_256, false, false, false, 256)
-KERNEL(linear_bf16_256_transposed, true, false, false, 256)
-KERNEL(linear_bf16_256_experts, false, true, false, 256)
-KERNEL(linear_bf16_256_experts_transposed, true, true, false, 256)
-KERNEL(linear_bf16_128, false, false, false, 128)
-KERNEL(linear_bf16_128_scaled, false, false, true, 128)
-KERNEL(linear_bf16_128_transposed, true, false, false, 128)
-KERNEL(linear_bf16_64, false, false, false, 64)
-KERNEL(linear_bf16_64_transposed, true, false, false, 64)
+KERNEL(linear_bf16_256, false, false, false, false, 256)
+KERNEL(linear_bf16_256_transposed, true, false, false, false, 256)
+KERNEL(linear_bf16_256_experts, false, true, false, false, 256)
+KERNEL(linear_bf16_256_experts_dots, false, true, false, true, 256)
+KERNEL(linear_bf16_256_experts_transposed, true, true, false, false, 256)
+KERNEL(linear_bf16_128, false, false, false, false, 128)
+KERNEL(linear_bf16_128_scaled, false, false, true, false, 128)
+KERNEL(linear_bf16_128_transposed, true, false, false, false, 128)
+KERNEL(linear_bf16_64, false, false, false, false, 64)
+KERNEL(linear_bf16_64_transposed, true, false, false, false, 64)

@@ -630,7 +630,7 @@ def test_other_storage_of_experts(on_cpu, monkeypatch):
 @pytest.mark.parametrize("factors", ["per expert", "an A each", "both shared"])
 @pytest.mark.parametrize("weights", ["packed", "halves"])
 def test_gradient_of_x_of_experts(on_cpu, monkeypatch, factors, weights, rank):
-    """Summed over the halves of W, of A, or of both; rounded, or left in float32. Two pieces of 16 columns to a stage, of any adapters."""
+    """Summed over the halves of W, of A, or of both; rounded, or left in float32."""
     sizes = EXPERTS | dict(rank=rank, features=264, out=144)
     c = build_routes(factors, experts=5, weights=weights, per_route=True, **sizes, ranks=[rank, 7, rank - 7])
     wide = c.double()
@@ -698,7 +698,7 @@ def dots_of(on_cpu, monkeypatch, c, x, weight, bias, lora, against):
     out = on_cpu.edge(torch.ones(c.ids.numel()))
     operands = (on_cpu.edge(x), on_cpu.edge(weight), *factors, routing_of(c, lora), c.scalings, on_cpu.edge(bias), c.ranks, None)
     expert_launch.projection_dots("expert_mlp_backward", *operands, on_cpu.edge(against), out)
-    assert [name for name, _ in on_cpu.launches] == ["linear_bf16_256_experts"], "the layouts did not suit the kernel"
+    assert [name for name, _ in on_cpu.launches] == ["linear_bf16_256_experts_dots"], "the layouts did not suit the kernel"
     on_cpu.launches.clear()
     return out.clone()
 
@@ -813,17 +813,6 @@ def test_the_emulation_sees(library, monkeypatch, tmp_path, fault):
 
 def only_experts(text):
     return re.sub(r"^KERNEL\((?!linear_bf16_256_experts,).*$", "", text, flags=re.MULTILINE)
-
-
-def test_the_emulation_sees_pieces_in_one_place(monkeypatch, tmp_path):
-    """Of 16 columns two pieces lie side by side in a stage."""
-    emulation.needs_compiler()
-    place = "const u32 place = TRANSPOSED ? c : half * CHUNKS + c;"
-    assert (ROOT / "csrc/linear.cu").read_text().count(place) == 1
-    on_cpu = OnCpu(compiled(tmp_path, lambda text: only_experts(text.replace(place, "const u32 place = c;"))), monkeypatch)
-    with pytest.raises(AssertionError):
-        experts(on_cpu, monkeypatch, build_routes("per expert", experts=5, **EXPERTS))
-    on_cpu.close()
 
 
 def test_the_emulation_sees_what_low_reads(monkeypatch, tmp_path):

@@ -247,12 +247,20 @@ def expert_wgrad_sum_kernel(
     store_pair(acc, out, scalings, pair, E, L, r, w, R, W, group, o_l, o_e, o_g, o_r, o_w, ANY_SLOT, O_VEC, O_UNIT)
 
 
-@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "SIZE"), do_not_specialize_on_alignment=("plan",))
+@triton.jit
+def clear(out, at, SIZE, BLOCK: tl.constexpr):
+    """Zeros into out's row `at` of SIZE: this program's share."""
+    for first in range(tl.program_id(1) * BLOCK, SIZE, tl.num_programs(1) * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(out + at.to(tl.int64) * SIZE + i, tl.zeros((BLOCK,), out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit(do_not_specialize=("M", "E", "L", "TILES", "SIZE", "MORE"), do_not_specialize_on_alignment=("plan",))
 def absent_kernel(
-    out, plan, M: "i32", E: "i32", L: "i32", TILES: "i32", SIZE: "i32", VEC: tl.constexpr, BLOCK: tl.constexpr,
+    out, more, plan, M: "i32", E: "i32", L: "i32", TILES: "i32", SIZE: "i32", MORE: "i32", VEC: tl.constexpr, MORE_VEC: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out's axes (l, e, SIZE vectors), dense: zeros for a pair that no tile of the plan has. Grid (L · E, shares of a pair)."""
-    SIZE = SIZE * VEC
+    """out's axes (l, e, SIZE vectors) and more's, dense: zeros for a pair that no tile of the plan has. Grid (L · E, shares of a pair)."""
     at = tl.program_id(0)
     pair = at % E * (L + 1) + at // E
     head = plan + M + E
@@ -266,20 +274,24 @@ def absent_kernel(
         else:
             high = middle
     if pair_at(head, low, count) != pair:
-        for first in range(tl.program_id(1) * BLOCK, SIZE, tl.num_programs(1) * BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            tl.store(out + at.to(tl.int64) * SIZE + i, tl.zeros((BLOCK,), out.dtype.element_ty), mask=i < SIZE)
+        clear(out, at, SIZE * VEC, BLOCK)
+        if more is not None:
+            clear(more, at, MORE * MORE_VEC, BLOCK)
 
 
-def clear_absent(name: str, out: Tensor, routes: int, plan: Tensor, room: int) -> None:
-    """Write zeros into out [L, E, …], dense, for the pairs without routes, which no kernel here writes."""
-    slots, experts = out.shape[:2]
-    size = out[0, 0].numel()
-    vec = 16 // out.element_size() if out.data_ptr() % 16 == 0 and size * out.element_size() % 16 == 0 else 1
+def clear_absent(name: str, outs: list[Tensor], routes: int, plan: Tensor, room: int) -> None:
+    """Write zeros into one or two [L, E, …], dense, for the pairs without routes, which no other kernel here writes."""
+    slots, experts = outs[0].shape[:2]
+    sizes = [t[0, 0].numel() for t in outs]
+    vecs = [
+        16 // t.element_size() if t.data_ptr() % 16 == 0 and size * t.element_size() % 16 == 0 else 1 for t, size in zip(outs, sizes)
+    ]
+    more, more_size, more_vec = (outs[1], sizes[1], vecs[1]) if len(outs) > 1 else (None, 0, 1)
     block = 128 if INTERPRETED else 4096
     launch(
-        name, absent_kernel, (slots * experts, min(4, cdiv(size, block)), 1),
-        (out, plan, routes, experts, slots, room, size // vec), (vec, block), 4, 1,
+        name, absent_kernel, (slots * experts, min(4, cdiv(max(sizes), block)), 1),
+        (outs[0], more, plan, routes, experts, slots, room, sizes[0] // vecs[0], more_size // more_vec),
+        (vecs[0], more_vec, block), 4, 1,
     )  # fmt: skip
 
 

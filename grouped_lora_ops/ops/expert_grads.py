@@ -14,6 +14,7 @@ from . import common, linear_cuda
 from .expand import run as dense_expand
 from .expert_launch import (
     Routing,
+    apart,
     in_dtype,
     in_halves,
     outer,
@@ -34,14 +35,14 @@ def wanted(t: Tensor | None, need: bool, x: Tensor) -> Tensor:
     return driver.zeros(t.shape, t.dtype, t.device) if need else common.nothing(x)
 
 
-def wanted_of_pairs(name: str, factor: Tensor, need: bool, to: Routing) -> Tensor:
-    """`wanted` for a factor of every expert: zeros in the pairs that have no route, nothing yet in the others."""
-    out = driver.empty(factor.shape, factor.dtype, factor.device) if need else common.nothing(factor)
-    if out.numel():
+def wanted_of_pairs(name: str, factors: list[Tensor], needs: list[bool], to: Routing) -> list[Tensor]:
+    """`wanted` for factors of every expert: zeros in the pairs that have no route, nothing yet in the others."""
+    made = [driver.empty(t.shape, t.dtype, t.device) if need else common.nothing(t) for t, need in zip(factors, needs)]
+    if filled := [t for t in made if t.numel()]:
         from ..kernels import expert_wgrad as kernels
 
-        kernels.clear_absent(name, out, to.routes, to.plan, to.room)
-    return out
+        kernels.clear_absent(name, filled, to.routes, to.plan, to.room)
+    return made
 
 
 def run_wgrad(
@@ -136,10 +137,11 @@ def factor_grads(
     grad = outer(grad, b.shape[2])
     groups, rank = a.shape[2], a.shape[3]
     a_shared, b_shared = (factor.shape[1] == 1 and to.experts > 1 for factor in (a, b))
-    da, db = (
-        wanted(factor, need, x) if shared else wanted_of_pairs(name, factor, need, to)
-        for factor, need, shared in ((lora_a, needs[0], a_shared), (lora_b, needs[1], b_shared))
-    )
+    da, db = wanted_of_pairs(name, [lora_a, lora_b], [needs[0] and not a_shared, needs[1] and not b_shared], to)
+    if a_shared:
+        da = wanted(lora_a, needs[0], x)
+    if b_shared:
+        db = wanted(lora_b, needs[1], x)
     x_halves, grad_halves = (weights is None and takes_halves(wide, rank) for wide in (x[:, None], grad))
     dot = None
     # both halves of B may read one h: then v is the sum of theirs
@@ -238,6 +240,7 @@ def input_rows(
     b = None if v is None else v_factor(lora_a, grad).transpose(3, 4)
     x, w, config = _transposed(grad, weight, to, 0 if v is None else v.shape[-1])
     h = v if v is None or v.dim() == 4 else v[None]
+    config = apart(config, h is not None and h is v)
     run_linear(name, x, w, h, b, None, out[:, None], to, ranks, None, weights, False, config)
     return out
 

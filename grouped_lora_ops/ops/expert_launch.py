@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -259,9 +260,14 @@ def projection(
         fill_base(None, out)
         return out
     w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, out, keep, kept)
-    config = common.configured(launch_experts.linear, p)
+    config = apart(common.configured(launch_experts.linear, p), h is not None and h is kept)
     run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config, taken)
     return out
+
+
+def apart(config: launch_experts.ExpertLinearConfig, so: bool = True) -> launch_experts.ExpertLinearConfig:
+    """For an h that no launch just ahead has made: what is made there, the counter of tiles or W's other operands, is waited for."""
+    return replace(config, pdl=False) if so else config
 
 
 def projection_dots(
@@ -273,12 +279,11 @@ def projection_dots(
     there = against.dtype == x.dtype and common.rows_of_vectors(against, 1) and 0 not in like.shape and to.experts > 0
     if there and by_cuda(name, x, weight, lora_a, lora_b, to, bias):
         w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, like, None, kept)
-        if p.groups == 1:
+        if p.groups == 1 and not linear_cuda.transposed(w):
             from ..kernels import expert_rows as kernels
 
-            config, blocks = common.configured(launch_experts.linear, p), launch_experts.cdiv(like.shape[1], kernels.DOT_BLOCK)
-            sums = driver.empty((to.routes, blocks), torch.float32, x.device)
-            dots = linear_cuda.Dots(against, sums)
+            sums = driver.empty((to.routes, launch_experts.cdiv(like.shape[1], kernels.DOT_BLOCK)), torch.float32, x.device)
+            config, dots = apart(common.configured(launch_experts.linear, p), h is not None and h is kept), linear_cuda.Dots(against, sums)
             run_linear(name, x[:, None], w, h, b, bias, like[:, None], to, ranks, scalings, None, True, config, taken, dots)
             kernels.add_blocks(name, sums, out, to.ids, to.experts)
             return

@@ -13,7 +13,7 @@ from .common import rows_of_vectors, slice_starts, stride
 
 THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
 ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
-IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32, DOT = 1, 2, 4, 8, 16, 32, 64, 128
+IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32, 64
 # struct Params: tensor maps of W, x, x's tail; x h b bias out ids plan ranks weights; strides; x_t, sizes, flags; starts of slices; taken,
 # tail, scales (or what y meets) and their strides
 LAYOUT = "P15QP15QP15Q9P12q28IP2IP4I"
@@ -112,7 +112,7 @@ def product(
     tiling: Tiling,
     taken: Tensor | None = None,  # EXPERT: `counter`, made ahead of what the launch may overlap
     scales: Tensor | None = None,  # [G or 1, ⌈N/128⌉, ⌈D/128⌉] float32: W is w · scales, by tiles of 128 columns
-    dots: Dots | None = None,  # EXPERT, one group: then out is but y's shape and dtype
+    dots: Dots | None = None,  # EXPERT, one group, W along D: then out is but y's shape and dtype
 ) -> bool:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
     this GPU has no such kernel.
@@ -126,8 +126,8 @@ def product(
     sums = (w.shape[1], 1 if b is None else b.shape[2]) if groups == 1 and sizes is None else (1, 1)
     along_n = transposed(w)
     shared = module.constant(name, f"shared_bytes_{tile_columns}")
-    words = (str(tile_columns), "" if scales is None else "_scaled", "_experts" if mode == EXPERT else "", "_transposed" if along_n else "")
-    kernel = f"linear_bf16_{''.join(words)}"
+    forms = ((scales is not None, "scaled"), (mode == EXPERT, "experts"), (dots is not None, "dots"), (along_n, "transposed"))
+    kernel = "_".join(["linear_bf16", str(tile_columns), *[word for so, word in forms if so]])
     function = module.function(name, kernel, shared)
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
@@ -137,7 +137,6 @@ def product(
     flags |= (STAGED if staged else 0) | (OVERLAP if overlap and h is not None else 0)
     more, more_strides = scales, (0, 0, 0) if scales is None else (stride(scales, 0), *scales.stride()[1:])
     if dots is not None:
-        flags |= DOT
         out, more, more_strides = dots.sums[:, None], dots.against, (dots.against.stride(0), 0, 0)
     words, both = _map_of(w, along_n, tile_columns), h
     if mode == EXPERT and taken is None:
