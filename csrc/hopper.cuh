@@ -118,11 +118,6 @@ __device__ __forceinline__ u32 load2(u32 from) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(from) : "memory");
     return v;
 }
-__device__ __forceinline__ u32 load4(u32 from) {
-    u32 v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
-    return v;
-}
 __device__ __forceinline__ uint4 load16(u32 from) {
     uint4 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");

@@ -10,7 +10,6 @@
 //   1 finds the rows and the adapters of the tiles ahead.
 //   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. All they know of LoRA is how many
 //     stages it has and that high and low may meet one B; a zero h or B adds zeros, and a tile's rows may have different adapters.
-//     Under DOTS they write no y but each row's dot with a token's row `against`, which comes as the tile's last stages.
 //
 // Tiles are dealt out to the blocks in turn. Those of experts (CLAIMS) take unequal time, and the last of them stood alone: there a block
 // takes the next tile from a counter when it is about to end one.
@@ -45,7 +44,7 @@ struct __align__(64) Params {
     const u16 *h; // scaling · h: a row's high parts, then its low ones; may be null: no LoRA
     const u16 *b;
     const void *bias; // may be null
-    void *out; // bf16, or float32 by OUT32; DOTS: float32 [row, block of columns], what y's columns there sum to, each times `against`
+    void *out; // bf16, or float32 by OUT32
     const void *ids;  // of tokens; null: slot 0
     const int *plan;  // null for ROWS
     const int *ranks; // may be null
@@ -62,11 +61,8 @@ struct __align__(64) Params {
     u32 starts[MAX_SLICES + 1];
     u32 *taken; // CLAIMS: zero, tiles taken so far
     u32 tail;
-    union {
-        const float *scales; // SCALED: of W's blocks
-        const u16 *against;  // DOTS: a row of y's columns for each token
-    };
-    u32 s_g, s_n, s_d; // elements: from group to group, from 128 rows of W to the next, from 128 columns; DOTS: s_g from row to row
+    const float *scales;  // SCALED: of W's blocks
+    u32 s_g, s_n, s_d;    // elements: from group to group, from 128 rows of W to the next, from 128 columns
     u32 unused;
 };
 static_assert(sizeof(Params) == 704); // as ops/linear_cuda.py packs it
@@ -250,14 +246,9 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
     }
 }
 
-// Stages of the rows that y's meet.
-template <bool DOTS, u32 BN> __device__ __forceinline__ u32 dot_stages(const Params &p, const Tile &t) {
-    return DOTS && t.expert < p.experts ? BN / BK : 0;
-}
-
 // --- fetching ---
 
-template <bool TRANSPOSED, bool CLAIMS, bool DOTS, u32 BN>
+template <bool TRANSPOSED, bool CLAIMS, u32 BN>
 __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     if (threadIdx.x % 32) return;
@@ -294,7 +285,7 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
         wait(s.told[turn & 1], turn >> 1 & 1);
         // LoRA's stages: to be more than one use of a stage ahead, or behind, is to take another phase of its barrier for the one that is
         // wanted. So it waits for each, and none is full without it, in place of W's bytes.
-        const u32 end = number + s.info[turn & 1].steps + dot_stages<DOTS, BN>(p, t);
+        const u32 end = number + s.info[turn & 1].steps;
         for (; number != end; arrive(s.full[number % STAGES]), ++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);
         arrive(s.heard[turn & 1]);
     }
@@ -359,7 +350,7 @@ template <class S> struct Ring {
     __device__ __forceinline__ void copying(S &s) { arrive_with_copies(s.full[issued++ % S::STAGES]); }
 };
 
-template <bool TRANSPOSED, bool CLAIMS, bool DOTS, u32 BN>
+template <bool TRANSPOSED, bool CLAIMS, u32 BN>
 __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     const u32 thread = threadIdx.x % GATHER, chunk = thread % 8, lead = thread / 8;
     const bool in_order = p.flags & IN_ORDER;
@@ -418,20 +409,6 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
             else load_lora<TRANSPOSED, BN, 64>(p, t, info, at, slot, i - before, thread);
             ring.copying(s);
         }
-        if (const u32 last = dot_stages<DOTS, BN>(p, t)) {
-            const u16 *row[PASSES];
-#pragma unroll
-            for (u32 j = 0; j < PASSES; ++j) row[j] = p.against + (u64)((u32)max(info.rows[j * EACH + lead], 0) / p.id_div) * p.s_g + t.n + 8 * chunk;
-#pragma unroll 1
-            for (u32 c = 0; c < last; ++c) {
-                const u32 to = shared_address(s.stages[ring.next(s)]) + lead * 128 + ((chunk ^ lead) % 8) * 16;
-                const bool inside = t.n + c * BK + 8 * chunk < t.n_end;
-#pragma unroll
-                for (u32 j = 0; j < PASSES; ++j)
-                    if (j < mine) copy16(to + j * (EACH * 128), inside ? row[j] + c * BK : p.against, inside ? 16 : 0);
-                ring.copying(s);
-            }
-        }
         __syncwarp();
         if (thread % 32 == 0) arrive(s.heard[turn & 1]);
     }
@@ -478,28 +455,6 @@ __device__ __forceinline__ float bias_at(const Params &p, i64 at) {
     return p.flags & BIAS32 ? ((const float *)p.bias)[at] : bf16::widen(((const u16 *)p.bias)[at]);
 }
 
-__device__ __forceinline__ float plus_other(float v, u32 lane) { return v + __uint_as_float(exchange(__float_as_uint(v), lane)); }
-
-// Of two numbers each lane gives the other one away, and adds to its own (that of its bit) what the lane beyond gives of it.
-__device__ __forceinline__ float plus_own(float even, float odd, u32 lane) {
-    const bool is_odd = threadIdx.x & lane;
-    return (is_odd ? odd : even) + __uint_as_float(exchange(__float_as_uint(is_odd ? even : odd), lane));
-}
-
-// Σ y · against of a row's 32 columns, neighbours first, as kernels/expert_rows.py's `row_dot` adds. y: d's numbers from `first` on; the row of
-// `against` lies at `at`, these columns in its chunks from `chunk` on, of which chunk 0 lies at `place`. columns: so many count.
-template <u32 COUNT> __device__ __forceinline__ float dot_of_32(const float (&d)[COUNT], u32 first, u32 at, u32 chunk, u32 place, int columns) {
-    float sums[4];
-#pragma unroll
-    for (u32 j = 0; j < 4; ++j) {
-        const u32 y = two(d[first + 4 * j], d[first + 4 * j + 1]), g = load4(at + ((chunk + j) ^ place) * 16 + threadIdx.x % 4 * 4);
-        const float sum = bf16::widen((u16)y) * bf16::widen((u16)g) + bf16::widen(y >> 16) * bf16::widen(g >> 16); // exact products
-        sums[j] = (int)(8 * j) < columns ? sum : 0.0f;
-    }
-    const float own = plus_own(plus_own(sums[0], sums[1], 1), plus_own(sums[2], sums[3], 1), 2); // of 8 columns
-    return plus_other(plus_other(own, 1), 2);
-}
-
 // d += Σ_b scale[·, b] · (x[:, b] W[:, b]ᵀ) over blocks b of 128 columns of D, two stages each (D's stages are an even number); of a
 // tile's columns some may lie in the next 128 rows of W, with scales of their own.
 template <u32 BN, class Release>
@@ -541,7 +496,7 @@ __device__ __forceinline__ void add_scaled_blocks(const Params &p, const Tile &t
     }
 }
 
-template <bool TRANSPOSED, bool CLAIMS, bool SCALED, bool DOTS, u32 BN>
+template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN>
 __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
     static constexpr u32 STAGES = Shared<BN>::STAGES;
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, upper = warp / 4; // upper: which 64 rows
@@ -678,30 +633,6 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
             }
             continue;
         }
-        if constexpr (DOTS) { // what is not there, or masked, has zeros
-            float sums[2][BN / BK] = {};
-            if (!masked) {
-                const int columns = t.n_end - t.n;
-#pragma unroll
-                for (u32 c = 0; c < BN / BK; ++c) {
-                    const u32 at = take() + in_tile * 128;
-#pragma unroll
-                    for (u32 i = 0; i < 2; ++i)
-                        sums[i][c] = dot_of_32(d, 32 * c + 2 * i, at + i * (8 * 128), 0, in_tile % 8, columns - 64 * (int)c) +
-                                     dot_of_32(d, 32 * c + 16 + 2 * i, at + i * (8 * 128), 4, in_tile % 8, columns - 64 * (int)c - 32);
-                    unread();
-                }
-            }
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-#pragma unroll
-                for (u32 width = BN / (2 * BK); width; width /= 2)
-#pragma unroll
-                    for (u32 j = 0; j < width; ++j) sums[i][j] = sums[i][2 * j] + sums[i][2 * j + 1];
-                if (rows[i] >= 0 && quad == 0) ((float *)p.out)[(u32)rows[i] * p.o_t + t.n / BN] = sums[i][0];
-            }
-            continue;
-        }
 #pragma unroll
         for (u32 four = 0; four < BN / 32; ++four) { // 32 columns
             u32 pairs[2][4];
@@ -735,7 +666,7 @@ __device__ __forceinline__ void multiply_and_write(const Params &p, Shared<BN> &
     }
 }
 
-template <bool TRANSPOSED, bool CLAIMS, bool SCALED, bool DOTS, u32 BN> __device__ __forceinline__ void run(const Params &p) {
+template <bool TRANSPOSED, bool CLAIMS, bool SCALED, u32 BN> __device__ __forceinline__ void run(const Params &p) {
     extern __shared__ u8 memory[];
     Shared<BN> &s = *(Shared<BN> *)(memory + (-shared_address(memory) & 1023)); // swizzled tiles start at multiples of 1024 bytes
     if (threadIdx.x == 0) {
@@ -785,35 +716,34 @@ template <bool TRANSPOSED, bool CLAIMS, bool SCALED, bool DOTS, u32 BN> __device
     const u32 blocks = column_blocks<BN>(p);
     if (threadIdx.x < MULTIPLY) {
         if constexpr (BN > 64) more_registers<200>();
-        multiply_and_write<TRANSPOSED, CLAIMS, SCALED, DOTS>(p, s, row_tiles, blocks);
+        multiply_and_write<TRANSPOSED, CLAIMS, SCALED>(p, s, row_tiles, blocks);
     } else {
         if constexpr (BN > 64) fewer_registers<104>();
-        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, CLAIMS, DOTS>(p, s, row_tiles, blocks);
-        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, CLAIMS, DOTS>(p, s, row_tiles, blocks);
+        if (threadIdx.x < MULTIPLY + GATHER) gather<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
+        else if (threadIdx.x < MULTIPLY + GATHER + FETCH) fetch<TRANSPOSED, CLAIMS>(p, s, row_tiles, blocks);
         else find<CLAIMS>(p, s, row_tiles, blocks);
     }
 }
 
 // 64: at most 128 registers a thread, though no more threads run: a shrink's block has some beside it.
-#define KERNEL(name, transposed, claims, scaled, dots, columns)                                                                                     \
+#define KERNEL(name, transposed, claims, scaled, columns)                                                                                           \
     extern "C" __global__ void __launch_bounds__(columns == 64 ? 512 : THREADS) name(const __grid_constant__ Params p) {                            \
-        run<transposed, claims, scaled, dots, columns>(p);                                                                                          \
+        run<transposed, claims, scaled, columns>(p);                                                                                                \
     }
 #else
 extern "C" __device__ const int shared_bytes_256 = 0;
 extern "C" __device__ const int shared_bytes_128 = 0;
 extern "C" __device__ const int shared_bytes_64 = 0;
-#define KERNEL(name, transposed, claims, scaled, dots, columns)                                                                                     \
+#define KERNEL(name, transposed, claims, scaled, columns)                                                                                           \
     extern "C" __global__ void name(const __grid_constant__ Params p) {}
 #endif
 
-KERNEL(linear_bf16_256, false, false, false, false, 256)
-KERNEL(linear_bf16_256_transposed, true, false, false, false, 256)
-KERNEL(linear_bf16_256_experts, false, true, false, false, 256)
-KERNEL(linear_bf16_256_experts_dots, false, true, false, true, 256)
-KERNEL(linear_bf16_256_experts_transposed, true, true, false, false, 256)
-KERNEL(linear_bf16_128, false, false, false, false, 128)
-KERNEL(linear_bf16_128_scaled, false, false, true, false, 128)
-KERNEL(linear_bf16_128_transposed, true, false, false, false, 128)
-KERNEL(linear_bf16_64, false, false, false, false, 64)
-KERNEL(linear_bf16_64_transposed, true, false, false, false, 64)
+KERNEL(linear_bf16_256, false, false, false, 256)
+KERNEL(linear_bf16_256_transposed, true, false, false, 256)
+KERNEL(linear_bf16_256_experts, false, true, false, 256)
+KERNEL(linear_bf16_256_experts_transposed, true, true, false, 256)
+KERNEL(linear_bf16_128, false, false, false, 128)
+KERNEL(linear_bf16_128_scaled, false, false, true, 128)
+KERNEL(linear_bf16_128_transposed, true, false, false, 128)
+KERNEL(linear_bf16_64, false, false, false, 64)
+KERNEL(linear_bf16_64_transposed, true, false, false, 64)

@@ -423,12 +423,6 @@ inline u32 load2(u32 from) {
     memcpy(&v, cpu::at(from, 2), 2);
     return v;
 }
-inline u32 load4(u32 from) {
-    u32 v;
-    if (from % 4) cpu::fail("a load that is not aligned");
-    memcpy(&v, cpu::at(from, 4), 4);
-    return v;
-}
 inline uint4 load16(u32 from) {
     uint4 v;
     if (from % 16) cpu::fail("a load that is not aligned");

@@ -685,54 +685,6 @@ def test_inf_and_nan_of_experts(on_cpu, monkeypatch, rank):
     assert_equal(got.masked_fill(wrong, 0), clean.masked_fill(wrong, 0))
 
 
-# --- dots ---
-
-
-def dots_of(on_cpu, monkeypatch, c, x, weight, bias, lora, against):
-    """What `projection_dots` adds to ones, by one launch of the kernel."""
-    use_cuda(monkeypatch, False)
-    shrink = lambda p, *a: launch_experts.shrink_with(p, 16, block_c=16, split=False)  # noqa: E731
-    monkeypatch.setattr(launch_experts, "shrink", shrink)
-    common.configured.cache_clear()
-    factors = (on_cpu.edge(c.a), on_cpu.edge(c.b)) if lora else (None, None)
-    out = on_cpu.edge(torch.ones(c.ids.numel()))
-    operands = (on_cpu.edge(x), on_cpu.edge(weight), *factors, routing_of(c, lora), c.scalings, on_cpu.edge(bias), c.ranks, None)
-    expert_launch.projection_dots("expert_mlp_backward", *operands, on_cpu.edge(against), out)
-    assert [name for name, _ in on_cpu.launches] == ["linear_bf16_256_experts_dots"], "the layouts did not suit the kernel"
-    on_cpu.launches.clear()
-    return out.clone()
-
-
-@pytest.mark.parametrize("rank, out, lora, biased", [(16, 264, True, True), (40, 40, True, False), (8, 520, False, True)])
-def test_dots_with_rows_of_tokens(on_cpu, monkeypatch, rank, out, lora, biased):
-    """y is rounded, and not written. A token whose routes are all masked has NaN there."""
-    c = build_routes("per expert", experts=5, per_route=True, ranks=[rank, 5, 0], **EXPERTS | dict(rank=rank, out=out))
-    wide, (e, _, _) = c.double(), slots_of(c)
-    routed = (c.ids >= 0) & (c.ids < 5)
-    y = rounded(wide.linear(reference.expert_linear, False, False, lora), BF16)
-    if biased:
-        y = (y.float() + c.bias[e].flatten(1).float()).to(BF16)
-    against = torch.randint(-1, 2, (c.ids.shape[0], out), generator=torch.Generator().manual_seed(4)).to(BF16)
-    rows = against.repeat_interleave(c.ids.shape[1], 0)
-    want = 1 + torch.where(routed.reshape(-1), (y.double() * rows.double()).nan_to_num().sum(1), 0).float()
-    against[~routed.any(1)] = NAN
-    assert_equal(dots_of(on_cpu, monkeypatch, c, c.x, c.weight, c.bias if biased else None, lora, against), want)
-
-
-def test_dots_have_one_order(on_cpu, monkeypatch):
-    """That of kernels/expert_rows.py, which reads y from memory: here y is x."""
-    from grouped_lora_ops.kernels import expert_rows
-
-    generator = torch.Generator().manual_seed(1)
-    for width in (40, 256, 520, 776):
-        c = build_routes("per expert", experts=5, per_route=True, **EXPERTS | dict(features=width, out=width))
-        x, against = (torch.randn(rows, width, generator=generator).to(BF16) for rows in (c.ids.numel(), c.ids.shape[0]))
-        weight = torch.eye(width).to(BF16).expand(5, -1, -1).contiguous()
-        want = torch.ones(c.ids.numel())
-        expert_rows.row_dot("expert_mlp_backward", x, against, want, c.ids, 5)
-        assert_equal(dots_of(on_cpu, monkeypatch, c, x, weight, None, False, against), want)
-
-
 # --- what must not happen ---
 
 

@@ -232,25 +232,13 @@ def combine_kernel(
     tl.store(o_ptrs, round_to(total, out.dtype.element_ty), mask=(d < D) & (t < T)[:, None])
 
 
-@triton.jit
-def sum_of_neighbours(v, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Σ of each row of v [ROWS, WIDTH], neighbours first, then neighbours of those: one order, whatever the layout in registers."""
-    if WIDTH == 1:
-        return tl.sum(v, 1)
-    else:
-        return sum_of_neighbours(tl.sum(tl.reshape(v, (ROWS, WIDTH // 2, 2)), 2), ROWS, WIDTH // 2)
-
-
 @triton.jit(do_not_specialize=("M", "K", "E", "D", "p_div", "q_div", "i_t", "i_k", "p_m", "p_d", "q_m", "q_e", "q_d"))
 def row_dot_kernel(
     p, q, out, ids, M: "i32", K: "i32", E: "i32", D: "i32", p_div: "i32", q_div: "i32", i_t: "i64", i_k: "i64",
     p_m: "i64", p_d: "i64", q_m: "i64", q_e: "i64", q_d: "i64",
     VEC: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[m] += <p[m // p_div], q[m // q_div] or q[expert of m]> in float32: a program per ROWS routes. Masked ones are not read.
-
-    Blocks of BLOCK numbers one after the other, each `sum_of_neighbours`; csrc/linear.cu sums the same dots in the same order.
-    """
+    """out[m] += <p[m // p_div], q[m // q_div] or q[expert of m]> in float32: a program per ROWS routes. Masked ones are not read."""
     D = D * VEC
     if UNIT:
         p_d = 1
@@ -261,27 +249,13 @@ def row_dot_kernel(
     wide_m = m.to(tl.int64)
     p_rows = (p + (wide_m // p_div) * (p_m * VEC))[:, None]
     q_rows = (q + (wide_m // q_div) * (q_m * VEC) + expert.to(tl.int64) * (q_e * VEC))[:, None]
-    total = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     for d0 in range(0, D, BLOCK):
         d = d0 + tl.arange(0, BLOCK)[None]
         mask = live[:, None] & (d < D)
         a = tl.load(p_rows + d * p_d, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(q_rows + d * q_d, mask=mask, other=0.0).to(tl.float32)
-        total += sum_of_neighbours(a * b, ROWS, BLOCK)
-    tl.store(out + m, tl.load(out + m, mask=live, other=0.0) + total, mask=live)
-
-
-@triton.jit(do_not_specialize=("M", "K", "E", "i_t", "i_k"))
-def add_blocks_kernel(
-    sums, out, ids, M: "i32", K: "i32", E: "i32", i_t: "i64", i_k: "i64", BLOCKS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """out[m] += Σ_b sums[m, b], one after the other. Masked routes are not read."""
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = routed(m, ids, M, K, E, i_t, i_k) < E
-    total = tl.zeros((ROWS,), tl.float32)
-    for b in range(BLOCKS):
-        total += tl.load(sums + m.to(tl.int64) * BLOCKS + b, mask=live, other=0.0)
-    tl.store(out + m, tl.load(out + m, mask=live, other=0.0) + total, mask=live)
+        total += a * tl.load(q_rows + d * q_d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m, tl.load(out + m, mask=live, other=0.0) + tl.sum(total, 1), mask=live)
 
 
 PROGRAMS = 4 if INTERPRETED else 1024  # rows share a program where that leaves so many
@@ -380,26 +354,15 @@ def combine(name: str, rows: Tensor, out: Tensor, ids: Tensor, weights: Tensor |
     )  # fmt: skip
 
 
-DOT_BLOCK = 256  # columns of a tile of csrc/linear.cu
-
-
 def row_dot(name: str, p: Tensor, q: Tensor, out: Tensor, ids: Tensor, experts: int, per_expert: bool = False):
     """out [M] += <p, q> of every route: p [M or T, D], q [M or T, D], or [E, D] with per_expert."""
     routes, top_k = ids.shape[0] * ids.shape[1], ids.shape[1]
-    each = 8
+    each, block, programs = _tile(routes, p.shape[1], 2048, split=False)
     unit, vec = _vectors(p, q)
     q_strides = (0, _stride(q, vec)) if per_expert else (_stride(q, vec), 0)
     launch(
-        name, row_dot_kernel, (cdiv(routes, each), 1, 1),
+        name, row_dot_kernel, (programs, 1, 1),
         (p, q, out, ids, *_sizes(ids, experts), p.shape[1] // vec, 1 if p.shape[0] == routes else top_k,
          1 if per_expert or q.shape[0] == routes else top_k, *ids.stride(), *_row(p, vec), *q_strides, q.stride(1)),
-        (vec, unit, each, DOT_BLOCK), 4, 1,
+        (vec, unit, each, block), 4, 1,
     )  # fmt: skip
-
-
-def add_blocks(name: str, sums: Tensor, out: Tensor, ids: Tensor, experts: int):
-    """out [M] += Σ_b sums [M, blocks], dense."""
-    routes, blocks, each = ids.shape[0] * ids.shape[1], sums.shape[1], 16 if INTERPRETED else 128
-    launch(
-        name, add_blocks_kernel, (cdiv(routes, each), 1, 1), (sums, out, ids, *_sizes(ids, experts), *ids.stride()), (blocks, each), 4, 1
-    )

@@ -270,26 +270,6 @@ def apart(config: launch_experts.ExpertLinearConfig, so: bool = True) -> launch_
     return replace(config, pdl=False) if so else config
 
 
-def projection_dots(
-    name: str, x: Tensor, weight: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, to: Routing, scalings: Tensor | None,
-    bias: Tensor | None, ranks: Tensor | None, kept: Tensor | None, against: Tensor, out: Tensor,
-) -> None:  # fmt: skip
-    """out[m] += <y[m], against[m // K]> in float32, y [M, N] being `projection` of these, staged: by csrc/linear.cu without y in memory."""
-    like = torch.empty(to.routes, weight.shape[1:-1].numel(), dtype=x.dtype, device="meta")
-    there = against.dtype == x.dtype and common.rows_of_vectors(against, 1) and 0 not in like.shape and to.experts > 0
-    if there and by_cuda(name, x, weight, lora_a, lora_b, to, bias):
-        w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, like, None, kept)
-        if p.groups == 1 and not linear_cuda.transposed(w):
-            from ..kernels import expert_rows as kernels
-
-            sums = driver.empty((to.routes, launch_experts.cdiv(like.shape[1], kernels.DOT_BLOCK)), torch.float32, x.device)
-            config, dots = apart(common.configured(launch_experts.linear, p), h is not None and h is kept), linear_cuda.Dots(against, sums)
-            run_linear(name, x[:, None], w, h, b, bias, like[:, None], to, ranks, scalings, None, True, config, taken, dots)
-            kernels.add_blocks(name, sums, out, to.ids, to.experts)
-            return
-    run_dot(name, projection(name, x, weight, lora_a, lora_b, to, scalings, bias, None, ranks, True, kept=kept), against, out, to)
-
-
 def run_linear(
     name: str,
     x: Tensor,  # [M or T, G or 1, D]
@@ -305,7 +285,6 @@ def run_linear(
     staged: bool,
     config: launch_experts.ExpertLinearConfig,
     taken: Tensor | None = None,  # as `Operands` has it
-    dots: linear_cuda.Dots | None = None,  # in the place of out, where csrc/linear.cu is known to run
 ) -> None:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight, by csrc/linear.cu where the choice and the layouts allow it."""
     if config.cuda and to.plan is not None and linear_cuda.fits(x, w, h, b, bias, out, None):
@@ -314,7 +293,7 @@ def run_linear(
         divs = (to.top_k if to.per_token(x) else 1, h_div, to.top_k)
         tiling = linear_cuda.Tiling(linear_cuda.EXPERT, config.rank_block, 1, common.facts(x)[1], config.pdl)
         if linear_cuda.product(
-            name, x, w, h, b, bias, out, to.adapters, divs, to.plan, ranks, scalings, weights, staged, None, tiling, taken, None, dots
+            name, x, w, h, b, bias, out, to.adapters, divs, to.plan, ranks, scalings, weights, staged, None, tiling, taken
         ):  # fmt: skip
             return
     from ..kernels import expert_linear as kernels

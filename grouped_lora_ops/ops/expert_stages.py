@@ -16,7 +16,6 @@ from .expert_launch import (
     activated_projection,
     by_cuda,
     projection,
-    projection_dots,
     routing,
     run_dot,
     summed,
@@ -70,16 +69,15 @@ class Layer(Mlp):
             )
         return a
 
-    def down(self, name: str, a: Tensor, to: Routing, out: Tensor | None = None, keep: Tensor | None = None) -> Tensor:
-        """h2 with its bias, [M, H]; keep: as in `operands`."""
+    def down(
+        self, name: str, a: Tensor, to: Routing, out: Tensor | None = None, keep: Tensor | None = None, kept: Tensor | None = None
+    ) -> Tensor:
+        """h2 with its bias, [M, H]; keep, kept: as in `operands`."""
         weights = self.weights if self.router_weight == "pre_down" and self.b_down is not None else None
         factors = (self.down_a, self.down_b)
-        return projection(name, a, self.w_down, *factors, to, self.scalings, self.b_down, weights, self.ranks, True, out, keep)
-
-    def add_dots(self, name: str, a: Tensor, to: Routing, kept: Tensor | None, grad: Tensor, out: Tensor) -> None:
-        """out[m] += <h2[m], grad[m // K]>, of `post_down`; kept: as in `operands`."""
-        factors = (self.down_a, self.down_b)
-        projection_dots(name, a, self.w_down, *factors, to, self.scalings, self.b_down, self.ranks, kept, grad, out)
+        return projection(
+            name, a, self.w_down, *factors, to, self.scalings, self.b_down, weights, self.ranks, True, out, keep, kept
+        )
 
     def activated_at_once(self, name: str, x: Tensor, to: Routing) -> Tensor:
         """a from x of `inputs`, without h1 in memory: the bits of `hidden` and `activated`."""
@@ -150,7 +148,7 @@ def mlp_backward(
 
     g2 = weighted_rows(name, grad_y, weights, to, x.dtype) if post else grad_y  # [M, H], or [T, H] for all routes of t
     if need_w and post:
-        layer.add_dots(name, a, to, h_down, grad_y, dw)
+        run_dot(name, layer.down(name, a, to, kept=h_down), grad_y, dw, to)
     if need_bd:
         d_bd = bias_grad(name, g2, layer.b_down, by_expert, weights if pre else None)
     if need_w and pre and layer.b_down is not None:

@@ -15,7 +15,7 @@ THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
 ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
 IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32, 64
 # struct Params: tensor maps of W, x, x's tail; x h b bias out ids plan ranks weights; strides; x_t, sizes, flags; starts of slices; taken,
-# tail, scales (or what y meets) and their strides
+# tail, scales and their strides
 LAYOUT = "P15QP15QP15Q9P12q28IP2IP4I"
 BOX_M = 128  # rows of x that TMA brings at once where they follow one another
 BOX_N, BOX_K = 128, 64  # of W's rows and columns that TMA brings at once; 64 × 64 where its elements lie side by side along N
@@ -86,13 +86,6 @@ class Tiling(NamedTuple):
     columns: int = 256  # of a tile: 256, 128 or 64
 
 
-class Dots(NamedTuple):
-    """In the place of y: each of its rows times a row of `against`, summed in float32 over blocks of 256 columns."""
-
-    against: Tensor  # [T, N] bf16, a row for each token
-    sums: Tensor  # [M, ⌈N/256⌉] float32
-
-
 def product(
     name: str,
     x: Tensor,  # [M or M / x_div, G or 1, D]
@@ -112,22 +105,21 @@ def product(
     tiling: Tiling,
     taken: Tensor | None = None,  # EXPERT: `counter`, made ahead of what the launch may overlap
     scales: Tensor | None = None,  # [G or 1, ⌈N/128⌉, ⌈D/128⌉] float32: W is w · scales, by tiles of 128 columns
-    dots: Dots | None = None,  # EXPERT, one group, W along D: then out is but y's shape and dtype
 ) -> bool:
     """Write out = (x Wᵀ + scaling · h Bᵀ + bias) · weight; staged: round(x Wᵀ + …) + bias · weight, rounded again. False where
     this GPU has no such kernel.
     """
     mode, rank_block, tile_group, programs, overlap, tile_columns = tiling
     x_div, h_div, id_div = divs
-    module = loaded(name, x)
+    module = loaded(name, out)
     if module is None:
         return False
     rows, groups, columns = out.shape
     sums = (w.shape[1], 1 if b is None else b.shape[2]) if groups == 1 and sizes is None else (1, 1)
     along_n = transposed(w)
     shared = module.constant(name, f"shared_bytes_{tile_columns}")
-    forms = ((scales is not None, "scaled"), (mode == EXPERT, "experts"), (dots is not None, "dots"), (along_n, "transposed"))
-    kernel = "_".join(["linear_bf16", str(tile_columns), *[word for so, word in forms if so]])
+    words = (str(tile_columns), "" if scales is None else "_scaled", "_experts" if mode == EXPERT else "", "_transposed" if along_n else "")
+    kernel = f"linear_bf16_{''.join(words)}"
     function = module.function(name, kernel, shared)
 
     flags = IDS64 if ids is not None and ids.dtype.itemsize == 8 else 0
@@ -135,9 +127,6 @@ def product(
     flags |= OUT32 if out.dtype == torch.float32 else 0
     flags |= WEIGHTS32 if weights is not None and weights.dtype == torch.float32 else 0
     flags |= (STAGED if staged else 0) | (OVERLAP if overlap and h is not None else 0)
-    more, more_strides = scales, (0, 0, 0) if scales is None else (stride(scales, 0), *scales.stride()[1:])
-    if dots is not None:
-        out, more, more_strides = dots.sums[:, None], dots.against, (dots.against.stride(0), 0, 0)
     words, both = _map_of(w, along_n, tile_columns), h
     if mode == EXPERT and taken is None:
         taken = counter(x.device)
@@ -163,7 +152,7 @@ def product(
         2 * stride(x, 0), 2 * stride(both, 0), rows, 0 if h is None else b.shape[0], x.shape[2], columns, 0 if h is None else h.shape[3], w.shape[0],
         *divs, groups, *sums, rank_block, mode, tile_group, flags,
         0 if sizes is None else len(sizes), *slice_starts(sizes, MAX_SLICES),
-        taken, tail, 0, more, *more_strides, 0,
+        taken, tail, 0, scales, *((0,) * 3 if scales is None else (stride(scales, 0), *scales.stride()[1:])), 0,
     )  # fmt: skip
     cuda.launch(function, (programs, 1, 1), THREADS, LAYOUT, values, shared=shared, pdl=bool(flags & OVERLAP))
     return True
