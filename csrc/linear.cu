@@ -34,12 +34,13 @@ static constexpr u32 X_BYTES = BM * BK * 2;
 static constexpr u32 ENDING = 6; // CLAIMS: so many stages before its last one of D a block takes its next tile
 static constexpr u32 MAX_SLICES = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 1024;
 static constexpr u32 ROWS = 0, EXPERT = 2; // modes, as in ops/linear_cuda.py (1: the plan's order)
-static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP = 16, IN_ORDER = 32, OUT32 = 64; // flags
+static constexpr u32 IDS64 = 1, BIAS32 = 2, STAGED = 4, WEIGHTS32 = 8, OVERLAP = 16, IN_ORDER = 32, OUT32 = 64, BOXES = 128; // flags
 
 struct __align__(64) Params {
     u64 map[16];   // W's tensor map: axes (d, n, group, expert), or (n, d, …) where W's elements lie side by side along n
     u64 x_map[16]; // x's: axes (d, row, group), by boxes of BM rows
     u64 x_tail[16]; // by boxes of tail rows, for a tile that has fewer than BM
+    u64 b_map[16];  // BOXES: B's: axes (r, n through all groups, expert, slot)
     const u16 *x;
     const u16 *h; // scaling · h: a row's high parts, then its low ones; may be null: no LoRA
     const u16 *b;
@@ -65,7 +66,7 @@ struct __align__(64) Params {
     u32 s_g, s_n, s_d;    // elements: from group to group, from 128 rows of W to the next, from 128 columns
     u32 unused;
 };
-static_assert(sizeof(Params) == 704); // as ops/linear_cuda.py packs it
+static_assert(sizeof(Params) == 832); // as ops/linear_cuda.py packs it
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -179,6 +180,20 @@ __device__ __forceinline__ u32 rank_steps(const Params &p, u32 rank) {
 
 __device__ __forceinline__ bool twice(const Params &p) { return p.rank_block == BK; }
 
+// Where stage `step` of an adapter begins: its group, its column of h, and whether h is low there (of up to 32 columns it is high and low).
+struct Piece {
+    u32 g, r, part;
+};
+
+__device__ __forceinline__ Piece piece_of(const Params &p, u32 rank, u32 step) {
+    const u32 all = rank_steps(p, rank), g = p.h_groups == 1 ? 0 : step / all;
+    step -= g * all;
+    if (p.rank_block <= 32) return {g, step * p.rank_block, 0};
+    const u32 pieces = p.rank_block / BK, block = step / (2 * pieces), rest = step % (2 * pieces);
+    const u32 here = min(pieces, (rank - block * p.rank_block + BK - 1) / BK); // the last block may be shorter
+    return {g, block * p.rank_block + rest % here * BK, rest / here};
+}
+
 __device__ __forceinline__ const u16 *factor(const Params &p, const Tile &t, u32 slot, u32 group) {
     return p.b + slot * p.b_l + t.expert * p.b_e + (t.w_group + group) * p.b_g;
 }
@@ -233,14 +248,16 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
         without = __any_sync(~0u, without);
         __syncwarp();
         u32 count = 0, steps = 0;
+        bool padded = false; // a box of B has columns past its adapter's rank, whatever lies there
         for (u32 word = 0; lora && word < (p.slots + 31) / 32; ++word)
             for (u32 rest = s.mask[word]; rest; rest &= rest - 1) {
                 const u32 slot = 32 * word + __ffs(rest) - 1;
                 steps += rank_steps(p, rank_of(p, slot)) * p.h_groups;
+                padded |= p.flags & BOXES && rank_of(p, slot) < p.rank;
                 if (lane == 0) info.list[count] = slot, info.ends[count] = steps;
                 ++count;
             }
-        if (lane == 0) info.steps = steps, info.mixed = count > 1 || without;
+        if (lane == 0) info.steps = steps, info.mixed = count > 1 || without || padded;
         __syncwarp();
         if (lane == 0) arrive(s.told[turn & 1]);
     }
@@ -285,8 +302,27 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
         wait(s.told[turn & 1], turn >> 1 & 1);
         // LoRA's stages: to be more than one use of a stage ahead, or behind, is to take another phase of its barrier for the one that is
         // wanted. So it waits for each, and none is full without it, in place of W's bytes.
-        const u32 end = number + s.info[turn & 1].steps;
-        for (; number != end; arrive(s.full[number % STAGES]), ++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);
+        const Info &info = s.info[turn & 1];
+        u32 adapter = 0, before = 0;
+        for (u32 i = 0; i < info.steps; ++i, ++number) {
+            const u32 stage = number % STAGES;
+            wait(s.empty[stage], (number / STAGES & 1) ^ 1);
+            if (!TRANSPOSED && p.flags & BOXES) {
+                while (info.ends[adapter] <= i) before = info.ends[adapter++];
+                const u32 slot = info.list[adapter];
+                const Piece piece = piece_of(p, rank_of(p, slot), i - before);
+                if (!(piece.part && twice(p))) {
+                    static constexpr u32 BOX = BN < 128 ? BN : 128;
+                    const u32 n = (t.w_group + piece.g) * p.columns + t.n, at = shared_address(s.stages[stage]) + X_BYTES;
+                    barrier_expect(shared_address(&s.full[stage]), Shared<BN>::W_BYTES);
+#pragma unroll
+                    for (u32 c = 0; c < BN / BOX; ++c)
+                        fetch_box(at + c * (BOX * 128), p.b_map, piece.r, n + BOX * c, p.b_e ? t.expert : 0, slot, s.full[stage]);
+                    continue;
+                }
+            }
+            arrive(s.full[stage]);
+        }
         arrive(s.heard[turn & 1]);
     }
 }
@@ -301,14 +337,8 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
     static constexpr bool SHARES = WIDTH <= 32;
     static constexpr u32 CHUNKS = WIDTH / 8, ACROSS = SHARES ? 2 * CHUNKS : CHUNKS; // threads to a row of h
     static constexpr u32 AT_ONCE = GATHER / ACROSS, TIMES = BM / AT_ONCE;
-    const u32 rank = rank_of(p, slot), all = rank_steps(p, rank), g = p.h_groups == 1 ? 0 : step / all;
-    step -= g * all;
-    u32 r = step * WIDTH, part = 0;
-    if (!SHARES) {
-        const u32 pieces = p.rank_block / BK, block = step / (2 * pieces), rest = step % (2 * pieces);
-        const u32 here = min(pieces, (rank - block * p.rank_block + BK - 1) / BK); // the last block may be shorter
-        part = rest / here, r = block * p.rank_block + rest % here * BK;
-    }
+    const u32 rank = rank_of(p, slot);
+    const auto [g, r, part] = piece_of(p, rank, step);
     const u32 left = rank - r; // the adapter's columns from r on
     {
         const u32 across = thread % ACROSS, lead = thread / ACROSS, column = across % CHUNKS * 8;
@@ -321,7 +351,7 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
             copy16(to + j * (AT_ONCE * 128), h + (u64)row.x * 16, row.y == slot ? valid : 0);
         }
     }
-    if (part && twice(p)) return;
+    if ((part && twice(p)) || (!TRANSPOSED && p.flags & BOXES)) return;
     const u16 *b = factor(p, t, slot, g);
     const u32 chunks = TRANSPOSED ? BN / 8 : CHUNKS, c = thread % chunks, rows = TRANSPOSED ? WIDTH : BN;
     // of B's rows along K, or of a row of B

@@ -30,7 +30,7 @@ linear_op = importlib.import_module("grouped_lora_ops.ops.linear")  # not the fu
 ROOT = Path(__file__).parents[1]
 PAGE = mmap.PAGESIZE
 MAP = 0x70616D20726F736E  # as in hopper_on_cpu.h
-H_AT, SUMS_AT = 49, 81  # places of h, and of sum_groups and h_groups, among the values of struct Params
+H_AT, SUMS_AT = 65, 97  # places of h, and of sum_groups and h_groups, among the values of struct Params
 BF16 = torch.bfloat16
 
 
@@ -135,7 +135,7 @@ class OnCpu:
         assert threads == linear_cuda.THREADS and room == shared <= 227 << 10 and grid[1:] == (1, 1)
         data, _ = driver.pack(layout, values)
         h = values[H_AT]
-        assert len(data) == 704 and (h is None or int.from_bytes(data[392:400], "little") == h.data_ptr())
+        assert len(data) == 832 and (h is None or int.from_bytes(data[520:528], "little") == h.data_ptr())
         self.launches.append((name, values))
         self.last = name
         ahead = (0, 0) if h is None or not pdl else (h.data_ptr(), 2 * h.numel())
@@ -741,8 +741,8 @@ FAULTS = {
     "copies are signalled too early": ("{ arrive_with_copies(s.full[", "{ arrive(s.full["),
     "B is changed without a fence": ("    if (found) written_for_matrix_units();\n", ""),
     "W is fetched a use of a stage ahead": (
-        "++number) wait(s.empty[number % STAGES], (number / STAGES & 1) ^ 1);",
-        "++number);",
+        "            wait(s.empty[stage], (number / STAGES & 1) ^ 1);\n            if (!TRANSPOSED && p.flags & BOXES) {",
+        "            if (!TRANSPOSED && p.flags & BOXES) {",
     ),
 }
 

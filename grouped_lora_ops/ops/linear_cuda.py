@@ -13,10 +13,10 @@ from .common import rows_of_vectors, slice_starts, stride
 
 THREADS, MAX_SLICES, MAX_SLOTS, MAX_EXPERTS = 384, 8, 1024, 1024
 ROWS, SORTED, EXPERT = 0, 1, 2  # modes: rows as they lie; in the plan's order; by experts in the plan's order, masked routes behind
-IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32 = 1, 2, 4, 8, 16, 32, 64
-# struct Params: tensor maps of W, x, x's tail; x h b bias out ids plan ranks weights; strides; x_t, sizes, flags; starts of slices; taken,
+IDS64, BIAS32, STAGED, WEIGHTS32, OVERLAP, IN_ORDER, OUT32, BOXES = 1, 2, 4, 8, 16, 32, 64, 128
+# struct Params: tensor maps of W, x, x's tail, B; x h b bias out ids plan ranks weights; strides; x_t, sizes, flags; starts of slices; taken,
 # tail, scales and their strides
-LAYOUT = "P15QP15QP15Q9P12q28IP2IP4I"
+LAYOUT = "P15QP15QP15QP15Q9P12q28IP2IP4I"
 BOX_M = 128  # rows of x that TMA brings at once where they follow one another
 BOX_N, BOX_K = 128, 64  # of W's rows and columns that TMA brings at once; 64 × 64 where its elements lie side by side along N
 
@@ -68,6 +68,16 @@ def _map_of(w: Tensor, along_n: bool, columns: int) -> list[int]:
     order = (2, 3, 1, 0) if along_n else (3, 2, 1, 0)
     box = (64, 64, 1, 1) if along_n else (BOX_K, min(BOX_N, columns), 1, 1)
     return driver.tensor_map(w, order, box)
+
+
+def _map_of_b(b: Tensor, along_n: bool, rank_block: int, columns: int) -> list[int] | None:
+    """Of B [L, E|1, G', N, r], axes (r, n through all groups, expert, slot); None where threads copy it: narrow pieces, rows along N."""
+    groups = b.shape[2] == 1 or b.stride(2) == b.shape[3] * b.stride(3)
+    spread = any(b.stride(axis) == 0 and b.shape[axis] > 1 for axis in (0, 1, 3))
+    if along_n or rank_block < BOX_K or not groups or spread or b.shape[4] < BOX_K:
+        return None
+    rows = b.as_strided((*b.shape[:2], b.shape[2] * b.shape[3], b.shape[4]), (*b.stride()[:2], *b.stride()[3:]))
+    return driver.tensor_map(rows, (3, 2, 1, 0), (BOX_K, min(BOX_N, columns), 1, 1))
 
 
 def counter(device: torch.device) -> Tensor:
@@ -135,6 +145,9 @@ def product(
 
         both = driver.empty((*h.shape[1:3], 2, h.shape[3]), x.dtype, x.device)
         halves(name, h, both, ids, id_div // h_div, scalings, b.shape[0], overlap, overlap and mode != EXPERT)
+    b_words = None if h is None else _map_of_b(b, along_n, rank_block, tile_columns)
+    flags |= 0 if b_words is None else BOXES
+    b_words = b_words or [0] * 16
     x_words, tail_words, tail = [0] * 16, [0] * 16, cdiv(rows % BOX_M, 8) * 8
     if mode == ROWS and x_div == 1 and all(x.stride(axis) for axis in (0, 1) if x.shape[axis] > 1):  # a map has no stride of 0
         flags |= IN_ORDER
@@ -145,7 +158,7 @@ def product(
             tail_words = driver.tensor_map(x, (2, 0, 1), (BOX_K, tail, 1), pad=4)
     values = (
         w, *words[1:], x if x_words[0] else None, *x_words[1:], x if tail_words[0] else None, *tail_words[1:],
-        x, both, b, bias, out, ids, plan, ranks, weights,
+        b if b_words[0] else None, *b_words[1:], x, both, b, bias, out, ids, plan, ranks, weights,
         0 if ids is None else ids.stride(0), stride(x, 1), stride(both, 1),
         stride(b, 0), stride(b, 1), stride(b, 2), 0 if b is None else b.stride(4 if along_n else 3),
         stride(bias, 0), stride(bias, 1), stride(out, 0), stride(out, 1), 0 if weights is None else weights.stride(0),
