@@ -40,7 +40,7 @@ struct __align__(64) Params {
     u64 map[16];   // W's tensor map: axes (d, n, group, expert), or (n, d, …) where W's elements lie side by side along n
     u64 x_map[16]; // x's: axes (d, row, group), by boxes of BM rows
     u64 x_tail[16]; // by boxes of tail rows, for a tile that has fewer than BM
-    u64 b_map[16];  // BOXES: B's: axes (r, n through all groups, expert, slot)
+    u64 b_map[16];  // BOXES: B's: axes (r, n through all groups, expert, slot), or (n, r through all groups, …)
     const u16 *x;
     const u16 *h; // scaling · h: a row's high parts, then its low ones; may be null: no LoRA
     const u16 *b;
@@ -248,12 +248,12 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
         without = __any_sync(~0u, without);
         __syncwarp();
         u32 count = 0, steps = 0;
-        bool padded = false; // a box of B has columns past its adapter's rank, whatever lies there
+        bool padded = false; // a box of B has more than its adapter's rank, whatever lies there
         for (u32 word = 0; lora && word < (p.slots + 31) / 32; ++word)
             for (u32 rest = s.mask[word]; rest; rest &= rest - 1) {
                 const u32 slot = 32 * word + __ffs(rest) - 1;
                 steps += rank_steps(p, rank_of(p, slot)) * p.h_groups;
-                padded |= p.flags & BOXES && rank_of(p, slot) < p.rank;
+                padded |= p.flags & BOXES && (rank_of(p, slot) < p.rank || p.rank % min(p.rank_block, BK));
                 if (lane == 0) info.list[count] = slot, info.ends[count] = steps;
                 ++count;
             }
@@ -264,6 +264,21 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
 }
 
 // --- fetching ---
+
+template <u32 N> struct Number { static constexpr u32 value = N; };
+
+// A piece of B: all of its columns of h at once (past the last one zeros, or the next group's, which meet zeros), or (transposed) as many.
+template <bool TRANSPOSED, u32 BN>
+__device__ __forceinline__ void fetch_factor(const Params &p, const Tile &t, const Piece &piece, u32 slot, u32 to, const u64 &full, Number<BN>) {
+    static constexpr u32 BOX = TRANSPOSED ? 64 : BN < 128 ? BN : 128;
+    const u32 expert = p.b_e ? t.expert : 0, group = p.b_g ? t.w_group + piece.g : 0; // 0: one for all
+    barrier_expect(shared_address(&full), TRANSPOSED ? min(p.rank_block, BK) * BN * 2 : Shared<BN>::W_BYTES);
+#pragma unroll
+    for (u32 n = 0; n < BN; n += BOX) {
+        if constexpr (TRANSPOSED) fetch_box(to + n * 128, p.b_map, t.n + n, group * p.rank + piece.r, expert, slot, full);
+        else fetch_box(to + n * 128, p.b_map, piece.r, group * p.columns + t.n + n, expert, slot, full);
+    }
+}
 
 template <bool TRANSPOSED, bool CLAIMS, u32 BN>
 __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_tiles, u32 blocks) {
@@ -307,17 +322,12 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
         for (u32 i = 0; i < info.steps; ++i, ++number) {
             const u32 stage = number % STAGES;
             wait(s.empty[stage], (number / STAGES & 1) ^ 1);
-            if (!TRANSPOSED && p.flags & BOXES) {
+            if (p.flags & BOXES) {
                 while (info.ends[adapter] <= i) before = info.ends[adapter++];
                 const u32 slot = info.list[adapter];
                 const Piece piece = piece_of(p, rank_of(p, slot), i - before);
                 if (!(piece.part && twice(p))) {
-                    static constexpr u32 BOX = BN < 128 ? BN : 128;
-                    const u32 n = (t.w_group + piece.g) * p.columns + t.n, at = shared_address(s.stages[stage]) + X_BYTES;
-                    barrier_expect(shared_address(&s.full[stage]), Shared<BN>::W_BYTES);
-#pragma unroll
-                    for (u32 c = 0; c < BN / BOX; ++c)
-                        fetch_box(at + c * (BOX * 128), p.b_map, piece.r, n + BOX * c, p.b_e ? t.expert : 0, slot, s.full[stage]);
+                    fetch_factor<TRANSPOSED>(p, t, piece, slot, shared_address(s.stages[stage]) + X_BYTES, s.full[stage], Number<BN>());
                     continue;
                 }
             }
@@ -351,7 +361,7 @@ __device__ __forceinline__ void load_lora(const Params &p, const Tile &t, const 
             copy16(to + j * (AT_ONCE * 128), h + (u64)row.x * 16, row.y == slot ? valid : 0);
         }
     }
-    if ((part && twice(p)) || (!TRANSPOSED && p.flags & BOXES)) return;
+    if ((part && twice(p)) || p.flags & BOXES) return;
     const u16 *b = factor(p, t, slot, g);
     const u32 chunks = TRANSPOSED ? BN / 8 : CHUNKS, c = thread % chunks, rows = TRANSPOSED ? WIDTH : BN;
     // of B's rows along K, or of a row of B
@@ -447,8 +457,6 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
 }
 
 // --- multiplying ---
-
-template <u32 N> struct Number { static constexpr u32 value = N; };
 
 // Takes Inf and NaN out of B as it lies in a stage, `width` columns of h; all multiplying threads meet here. Whether there was any.
 template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ bool take_nonfinite(u32 at, u32 width) {

@@ -741,8 +741,8 @@ FAULTS = {
     "copies are signalled too early": ("{ arrive_with_copies(s.full[", "{ arrive(s.full["),
     "B is changed without a fence": ("    if (found) written_for_matrix_units();\n", ""),
     "W is fetched a use of a stage ahead": (
-        "            wait(s.empty[stage], (number / STAGES & 1) ^ 1);\n            if (!TRANSPOSED && p.flags & BOXES) {",
-        "            if (!TRANSPOSED && p.flags & BOXES) {",
+        "            wait(s.empty[stage], (number / STAGES & 1) ^ 1);\n            if (p.flags & BOXES) {",
+        "            if (p.flags & BOXES) {",
     ),
 }
 

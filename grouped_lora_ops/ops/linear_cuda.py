@@ -71,13 +71,14 @@ def _map_of(w: Tensor, along_n: bool, columns: int) -> list[int]:
 
 
 def _map_of_b(b: Tensor, along_n: bool, rank_block: int, columns: int) -> list[int] | None:
-    """Of B [L, E|1, G', N, r], axes (r, n through all groups, expert, slot); None where threads copy it: narrow pieces, rows along N."""
-    groups = b.shape[2] == 1 or b.stride(2) == b.shape[3] * b.stride(3)
-    spread = any(b.stride(axis) == 0 and b.shape[axis] > 1 for axis in (0, 1, 3))
-    if along_n or rank_block < BOX_K or not groups or spread or b.shape[4] < BOX_K:
+    """Of B [L, E|1, G', N, r], axes (r, n through all groups, expert, slot) or (n, r through all groups, …); None where threads copy it,
+    as groups that do not lie one behind the other."""
+    unit, other = (3, 4) if along_n else (4, 3)
+    apart = b.shape[2] > 1 and b.stride(2) != b.shape[other] * b.stride(other)
+    if apart or any(b.stride(axis) == 0 and b.shape[axis] > 1 for axis in (0, 1, other)):
         return None
-    rows = b.as_strided((*b.shape[:2], b.shape[2] * b.shape[3], b.shape[4]), (*b.stride()[:2], *b.stride()[3:]))
-    return driver.tensor_map(rows, (3, 2, 1, 0), (BOX_K, min(BOX_N, columns), 1, 1))
+    rows = b.as_strided((*b.shape[:2], b.shape[2] * b.shape[other], b.shape[unit]), (*b.stride()[:2], b.stride(other), 1))
+    return driver.tensor_map(rows, (3, 2, 1, 0), (64, min(rank_block, 64), 1, 1) if along_n else (BOX_K, min(BOX_N, columns), 1, 1))
 
 
 def counter(device: torch.device) -> Tensor:
