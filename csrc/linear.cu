@@ -2,11 +2,11 @@
 //
 // A tile is 128 rows × 256 columns of y (128 or 64 where those make too few tiles), a stage of the ring 64 columns of D. Warps have parts
 // to play:
-//   1 fetches W by TMA, and x too where a tile's rows follow one another.
+//   1 fetches W by TMA, x too where a tile's rows follow one another, and LoRA's B unless its groups lie apart.
 //   2 gather x's rows by cp.async from wherever they lie else (a plan's order, an expert's routes: no permuted copy of x
 //     exists), and LoRA: more stages of the same kind behind D's last column, for each adapter that occurs in the tile. x's
 //     place holds scaling · h of the adapter's rows as two bf16, high and low (kernels/halves.py; zeros in all other rows),
-//     W's place holds B.
+//     W's place holds B. A box of B has all columns up to the next 16, 32 or 64, whatever lies past the adapter's rank.
 //   1 finds the rows and the adapters of the tiles ahead.
 //   8 multiply: two groups of 64 rows each, all of the accumulator in registers, then write y. All they know of LoRA is how many
 //     stages it has and that high and low may meet one B; a zero h or B adds zeros, and a tile's rows may have different adapters.

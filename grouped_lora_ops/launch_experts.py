@@ -574,7 +574,8 @@ def wgrad(p: ExpertProblem, halves: bool = False, shared: bool = False) -> Exper
     """A program takes up to 1024 routes of a pair: enough of them for long pairs, few parts to sum; and several blocks of W,
     where there are enough programs: to find its routes costs as much as 32 of them.
 
-    halves: narrow lies there as two bf16. shared: its groups meet the same columns of wide.
+    halves: narrow lies there as two bf16. shared: its groups meet the same columns of wide. H200, qwen3-30b T = 4096, of 13 ways each:
+    128 columns and 32 routes a step were the fastest for r 16 and 32, one adapter and four (gate_up's A 67 and 94 µs, not 148 and 182).
     """
     half = p.itemsize == 2
     run = max(1, 1024 // plan_rows(p.routes, p.experts, p.slots))

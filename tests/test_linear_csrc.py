@@ -592,6 +592,52 @@ def test_ranks_of_experts(on_cpu, monkeypatch, rank):
         experts(on_cpu, monkeypatch, c)
 
 
+def threads_copy_b(monkeypatch):
+    monkeypatch.setattr(linear_cuda, "_map_of_b", lambda *args: None)
+
+
+@pytest.mark.parametrize("rank", [16, 24, 40, 64, 128])
+def test_b_by_threads(on_cpu, monkeypatch, rank):
+    """Where no box can bring it: of experts and of a dense layer, forward and along N."""
+    threads_copy_b(monkeypatch)
+    for ranks in (None, [rank, rank // 2 + 1, 3]):
+        experts(on_cpu, monkeypatch, build_routes("an A each", experts=5, ranks=ranks, **EXPERTS | dict(rank=rank, out=48)))
+    c, weight, bias = case("wo_a", **SIZES | dict(rank=rank, out=136), ranks=True)
+    for columns in (256, 64):
+        dense(on_cpu, c, weight, bias, columns=columns)
+    c = build_routes("per expert", experts=5, weights="transposed", **EXPERTS | dict(rank=rank))
+    experts(on_cpu, monkeypatch, replace(c, b=place(c.b, "transposed"), x=place(c.x, "slice")))
+    assert on_cpu.last == "linear_bf16_256_experts_transposed"
+
+
+@pytest.mark.parametrize("rank", [16, 40, 64, 72])
+def test_what_a_box_has_past_a_rank(on_cpu, monkeypatch, rank):
+    """NaN there, in tiles of one adapter, whose own Inf and NaN need no care; along N other groups' rows, too."""
+    sizes = EXPERTS | dict(rank=rank, slots=1, out=272)
+    for ranks in ([rank - 3], [rank]):
+        c = build_routes("an A each", experts=5, ranks=ranks, adapter_ids=None, **sizes)
+        assert ranks == [rank] or c.b[..., rank - 3 :].isnan().all()
+        experts(on_cpu, monkeypatch, c)
+        c = build_routes("per expert", experts=5, weights="transposed", ranks=ranks, adapter_ids=None, **sizes)
+        experts(on_cpu, monkeypatch, replace(c, b=place(c.b, "transposed"), x=place(c.x, "slice")))
+        assert on_cpu.last == "linear_bf16_256_experts_transposed"
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_which_b_comes_by_boxes(on_cpu, rank):
+    """Groups behind one another, whatever lies between slots, experts and rows; not groups with a gap, nor one row for all."""
+    b = torch.zeros(3, 5, 2, 24, rank, dtype=BF16)
+    padded = torch.zeros(3, 5, 2, 32, 2 * rank, dtype=BF16)
+    along = torch.zeros(3, 5, 2, rank, 24, dtype=BF16).transpose(3, 4)
+    assert linear_cuda._map_of_b(b, False, rank, 256) and linear_cuda._map_of_b(along, True, rank, 256)
+    assert linear_cuda._map_of_b(padded[:, :, :1, :24, :rank], False, rank, 256)
+    assert linear_cuda._map_of_b(padded[..., :rank], False, rank, 256)
+    assert linear_cuda._map_of_b(b[:, :1], False, rank, 256)
+    assert linear_cuda._map_of_b(padded[..., :24, :rank], False, rank, 256) is None
+    assert linear_cuda._map_of_b(torch.zeros(3, 5, 2, 2 * rank, 24, dtype=BF16)[:, :, :, :rank].transpose(3, 4), True, rank, 256) is None
+    assert linear_cuda._map_of_b(b[:, :, :, :1].expand(-1, -1, -1, 24, -1), False, rank, 256) is None
+
+
 def test_biases_and_weights_of_routes(on_cpu, monkeypatch):
     for row_dtype, bias_dtype in ((torch.float32, BF16), (BF16, torch.float32)):
         c = build_routes("per expert", experts=5, row_dtype=row_dtype, **EXPERTS | dict(out=40))
