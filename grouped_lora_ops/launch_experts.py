@@ -570,6 +570,12 @@ def _gate_up(p: ExpertProblem, rows: float, mixed: bool) -> ExpertLinearConfig:
     return linear_with(p, 128 if rows >= 256 else 64, mixed, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
+def wgrad_takes_halves(arch: str) -> bool:
+    """Whether dA and dB have their narrow operand in two bf16: where the matrix unit reads both from shared memory. Elsewhere Triton
+    keeps no more than one step of such a loop on its way."""
+    return arch.startswith(("sm_90", "sm_10"))
+
+
 def wgrad(p: ExpertProblem, halves: bool = False, shared: bool = False) -> ExpertWgradConfig:
     """A program takes up to 1024 routes of a pair: enough of them for long pairs, few parts to sum; and several blocks of W,
     where there are enough programs: to find its routes costs as much as 32 of them.

@@ -35,6 +35,13 @@ def kernels(name):
     return call
 
 
+@pytest.fixture(autouse=True)
+def two_bf16(monkeypatch):
+    """In the interpreter, too, dA and dB of ranks of whole vectors have their narrow operand in two bf16, as on sm_90."""
+    if not GPU:
+        monkeypatch.setattr(launch_experts, "wgrad_takes_halves", lambda arch: True)
+
+
 @pytest.fixture
 def force(monkeypatch):
     """force("plan fused") makes the launch choice at sizes that would choose otherwise.
@@ -629,6 +636,14 @@ def test_pairs_without_routes_get_exact_zeros(counts, rank, monkeypatch):
         if not count:
             assert_bits(da[0, e], torch.zeros_like(da[0, e]))
             assert_bits(db[0, e], torch.zeros_like(db[0, e]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_without_two_bf16(monkeypatch, form):
+    """Ranks of whole vectors where the GPU's matrix unit does not read both operands from shared memory."""
+    monkeypatch.setattr(launch_experts, "wgrad_takes_halves", lambda arch: False)
+    check_delta_backward(gradient_case(form=form, rank=8, ranks=True))
+    check_linear_backward(gradient_case(form=form, rank=8, base=False))
 
 
 @pytest.mark.parametrize("form", FORMS)

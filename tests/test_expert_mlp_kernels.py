@@ -9,8 +9,9 @@ import pytest
 import torch
 from cases import NAN, assert_bits, assert_equal, rounded
 from conftest import GPU
-from test_expert_kernels import DEVICE, force, kernels  # noqa: F401  (a fixture)
+from test_expert_kernels import DEVICE, force, kernels, two_bf16  # noqa: F401  (fixtures)
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from grouped_lora_ops.reference.expert_mlp import expert_mlp_backward, expert_mlp_train
 from grouped_lora_ops.reference.expert_plan import expert_plan
@@ -189,6 +190,28 @@ def test_what_training_keeps(router_weight, an_a_each):
     changed = [name for name, g, h in zip(NAMES, gradients(c, h1, needs, nothing), gradients(c, h1, needs, kept)) if not torch.equal(g, h)]
     assert {"gate_up_b", "down_b"} <= set(changed)
     check(layer(rank=8, router_weight=router_weight, an_a_each=an_a_each))
+
+
+FORMS_OF_A_LAYER = [
+    dict(rank=8), dict(rank=8, an_a_each=False), dict(rank=5), dict(rank=8, lora="down"), dict(rank=8, lora=""), dict(rank=8, tokens=0),
+    dict(rank=8, shared="gate_up_a down_b"), dict(rank=8, dtype=torch.float32), dict(rank=16, top_k=1, experts=1),
+    dict(rank=8, activation="relu2"), dict(rank=8, experts=0, ids=[[-1, 0]] * 3, tokens=3, poison=False), dict(rank=8, plan=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS_OF_A_LAYER, ids=str)
+def test_a_tracer_sees_the_shapes_of_a_gpu(form):
+    """What torch.compile is told that training returns on a GPU, against what it does return."""
+    form = dict(form)
+    given = form.pop("plan", False)
+    c = layer(**form)
+    if given:
+        c = replace(c, plan=expert_plan(c.topk_ids, c.adapter_ids, 4, 2))
+    made = kernels("mlp_train")(*c.args())
+    with FakeTensorMode():
+        args = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") if isinstance(t, Tensor) else t for t in c.args()]
+        told = torch.ops.grouped_lora.expert_mlp_train(*args)
+    assert [(t.shape, t.dtype) for t in told] == [(t.shape, t.dtype) for t in made]
 
 
 def test_master_copies_train_with_what_is_kept():

@@ -186,7 +186,10 @@ def test_every_problem_gets_a_configuration():
         if config.shrink is not None:
             columns = block * launch_experts.cdiv(p.rank, block) * p.a_groups
             assert columns % min(config.shrink.block_c, columns) == 0
-        assert launch_experts.wgrad(p).run >= 1
+        for shared in (False, True):
+            wgrad = launch_experts.wgrad(p, launch_experts.wgrad_takes_halves(p.arch), shared)
+            assert wgrad.run >= 1 and wgrad.run & (wgrad.run - 1) == 0 and p.groups % wgrad.merged == 0
+            assert wgrad.merged == 1 or (shared and wgrad.merged * wgrad.block_r <= 64)
         assert launch_experts.expert_plan(p.routes, p.experts, p.slots).programs >= 0
 
 

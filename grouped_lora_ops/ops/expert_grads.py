@@ -14,7 +14,6 @@ from . import common, linear_cuda
 from .expand import run as dense_expand
 from .expert_launch import (
     Routing,
-    apart,
     in_dtype,
     in_halves,
     outer,
@@ -26,6 +25,7 @@ from .expert_launch import (
     run_shrink,
     summed,
     weighted_rows,
+    without_overlap,
 )
 from .wgrad import wgrad as dense_wgrad
 
@@ -185,9 +185,10 @@ def factor_grads(
 
 
 def takes_halves(wide: Tensor, rank: int) -> bool:
+    """Whether `run_wgrad` is to meet this wide with a narrow in two bf16."""
     from ..kernels import expert_wgrad as kernels
 
-    return kernels.takes_halves(wide, rank)
+    return launch_experts.wgrad_takes_halves(common.facts(wide)[0]) and kernels.takes_halves(wide, rank)
 
 
 def shared_wgrad(name, narrow, wide, out, slots: Tensor, ranks, scalings) -> None:
@@ -240,7 +241,7 @@ def input_rows(
     b = None if v is None else v_factor(lora_a, grad).transpose(3, 4)
     x, w, config = _transposed(grad, weight, to, 0 if v is None else v.shape[-1])
     h = v if v is None or v.dim() == 4 else v[None]
-    config = apart(config, h is not None and h is v)
+    config = without_overlap(config, h is not None and h is v)
     run_linear(name, x, w, h, b, None, out[:, None], to, ranks, None, weights, False, config)
     return out
 

@@ -260,12 +260,12 @@ def projection(
         fill_base(None, out)
         return out
     w, h, b, bias, p, taken = operands(name, x, weight, lora_a, lora_b, to, bias, ranks, 1, scalings, out, keep, kept)
-    config = apart(common.configured(launch_experts.linear, p), h is not None and h is kept)
+    config = without_overlap(common.configured(launch_experts.linear, p), h is not None and h is kept)
     run_linear(name, x[:, None], w, h, b, bias, outer(out, p.groups), to, ranks, scalings, weights, staged, config, taken)
     return out
 
 
-def apart(config: launch_experts.ExpertLinearConfig, so: bool = True) -> launch_experts.ExpertLinearConfig:
+def without_overlap(config: launch_experts.ExpertLinearConfig, so: bool = True) -> launch_experts.ExpertLinearConfig:
     """For an h that no launch just ahead has made: what is made there, the counter of tiles or W's other operands, is waited for."""
     return replace(config, pdl=False) if so else config
 
