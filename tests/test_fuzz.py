@@ -87,7 +87,8 @@ def run_kernels(c: Call):
         if c.op.endswith("_"):
             return c.args["out"], {}
         wanted = DIFFERENTIABLE[c.op]
-        own = {"grad_y": c.grad_y, "grad_h": c.grad_y, "h1": None, "needs": [n in c.needs for n in wanted]}
+        own = {"grad_y": c.grad_y, "grad_h": c.grad_y, "needs": [n in c.needs for n in wanted]}
+        own |= dict.fromkeys(("h1", "h_gate_up", "h_down", "made"))  # what expert_mlp_train keeps
         schema = getattr(torch.ops.grouped_lora, c.op + "_backward").default._schema
         values = {**c.args, **own}
         grads = module._backward_cuda(*[values[a.name] for a in schema.arguments]) if any(own["needs"]) else [None] * len(wanted)

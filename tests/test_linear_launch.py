@@ -357,7 +357,7 @@ class Params(ctypes.Structure):
     """struct Params of csrc/linear.cu."""
 
     _fields_ = [
-        *[(n, ctypes.c_uint64 * 16) for n in ("map", "x_map", "x_tail")],
+        *[(n, ctypes.c_uint64 * 16) for n in ("map", "x_map", "x_tail", "b_map")],
         *[(n, ctypes.c_void_p) for n in "x h b bias out ids plan ranks weights".split()],
         *[(n, ctypes.c_int64) for n in "ids_stride x_g h_g b_l b_e b_g b_n c_e c_g o_t o_g weights_stride".split()],
         *[(n, ctypes.c_uint32) for n in "x_t h_t rows slots features columns rank experts x_div h_div id_div groups".split()],
@@ -409,13 +409,15 @@ def test_the_struct_that_a_launch_has(launched, maps):
     for name in ("x", "b", "bias", "out"):
         assert getattr(p, name) == given[name].data_ptr(), name
     assert p.map[0] == given["w"].data_ptr() and p.x_map[0] == given["x"].data_ptr() and list(p.map[1:]) == [*range(1, 16)]
-    assert maps.calls[1:] == [(given["x"].data_ptr(), [64, 130, 2, 1], [256, 128, 128], [64, rows, 1, 1]) for rows in (128, 8)]
+    of_b = (given["b"].data_ptr(), [16, 48, 3, 4], [32, 1536, 4608], [64, 128, 1, 1])
+    assert maps.calls[1:] == [of_b, *[(given["x"].data_ptr(), [64, 130, 2, 1], [256, 128, 128], [64, rows, 1, 1]) for rows in (128, 8)]]
+    assert p.b_map[0] == given["b"].data_ptr()
     assert p.x_tail[0] == given["x"].data_ptr() and p.tail == 8, "the last two rows have a box of eight"
     assert p.h and (p.plan, p.ranks, p.weights) == (None, None, None)
     assert (p.x_t, p.x_g, p.h_t, p.h_g) == (256, 64, 2 * 2 * 32, 32), "a row of h: its high parts, then its low ones"
     assert (p.b_l, p.b_e, p.b_g, p.b_n, p.c_e, p.c_g, p.o_t, p.o_g) == (2304, 768, 384, 16, 48, 24, 48, 24)
     assert (p.rows, p.slots, p.features, p.columns, p.rank, p.experts, p.groups) == (130, 4, 64, 24, 16, 3, 2)
-    assert p.flags == linear_cuda.OVERLAP | linear_cuda.IN_ORDER and p.slices == 0
+    assert p.flags == linear_cuda.OVERLAP | linear_cuda.IN_ORDER | linear_cuda.BOXES and p.slices == 0
 
 
 def test_flags_strides_and_slices(launched, maps):
@@ -423,20 +425,20 @@ def test_flags_strides_and_slices(launched, maps):
     given = dict(bias=empty(3, 1, 24, dtype=torch.float32), out=empty(130, 1, 24, dtype=torch.float32), weights=torch.ones(130))
     p, _, how = launched(x=empty(65, 1, 64), x_div=2, ids=ids, staged=True, overlap=False, **given)
     F = linear_cuda
-    assert p.flags == F.IDS64 | F.BIAS32 | F.OUT32 | F.WEIGHTS32 | F.STAGED, "rows of x that several routes share are gathered"
+    assert p.flags == F.IDS64 | F.BIAS32 | F.OUT32 | F.WEIGHTS32 | F.STAGED | F.BOXES, "rows of x that several routes share are gathered"
     assert (p.ids_stride, p.weights_stride, p.x_g, p.o_g, p.c_g, p.x_div, p.sum_groups) == (2, 1, 0, 0, 0, 2, 2)
-    assert len(maps.calls) == 1 and list(p.x_map) == list(p.x_tail) == [0] * 16 and not how["pdl"]
+    assert len(maps.calls) == 2 and list(p.x_map) == list(p.x_tail) == [0] * 16 and not how["pdl"], "maps of W and B"
     for rows, boxes in ((128, [128]), (100, [104]), (256, [128])):
         maps.calls.clear()
         p = launched(x=empty(rows, 2, 64), h=empty(rows, 2, 2, 16), out=empty(rows, 2, 24), ids=ids[:1].expand(rows))[0]
-        assert [call[3][1] for call in maps.calls[1:]] == boxes and bool(p.x_map[0]) == (rows >= 128) and bool(p.x_tail[0]) == (rows % 128 > 0)
+        assert [call[3][1] for call in maps.calls[2:]] == boxes and bool(p.x_map[0]) == (rows >= 128) and bool(p.x_tail[0]) == (rows % 128 > 0)
     p, _, how = launched(h=None, b=None, ids=None)
     assert p.flags == F.IN_ORDER and (p.h, p.b, p.ids, p.slots, p.rank) == (None, None, None, 0, 0) and not how["pdl"], "nothing ahead"
     for mode, experts in ((F.SORTED, ""), (F.EXPERT, "_experts")):
         p, function, _ = launched(mode=mode, plan=torch.zeros(200, dtype=torch.int32))
-        assert p.flags == F.OVERLAP and function == (f"linear_bf16_256{experts}", 200_000)
+        assert p.flags == F.OVERLAP | F.BOXES and function == (f"linear_bf16_256{experts}", 200_000)
         assert bool(p.taken) == bool(experts), "what blocks take their tiles from"
-    assert launched(x=empty(1, 2, 64).expand(130, 2, 64))[0].flags == F.OVERLAP, "a map has no stride of 0"
+    assert launched(x=empty(1, 2, 64).expand(130, 2, 64))[0].flags == F.OVERLAP | F.BOXES, "a map has no stride of 0"
     p, function, _ = launched(w=empty(3, 2, 64, 24).transpose(2, 3), b=empty(4, 3, 2, 16, 24).transpose(3, 4))
     assert function == ("linear_bf16_256_transposed", 200_000) and p.b_n == 24, "that of r"
     assert launched(columns=128)[1] == ("linear_bf16_128", 190_000)
@@ -452,7 +454,7 @@ def test_numbers_are_those_of_the_source():
     for line in re.findall(r"^static constexpr u32 (.*?);", text, re.MULTILINE):
         for name, value in re.findall(r"(\w+) = ([^,]+)", line):
             found[name] = eval(value, {}, found)  # numbers, sums and products
-    for name in "THREADS MAX_SLICES MAX_SLOTS MAX_EXPERTS ROWS EXPERT IDS64 BIAS32 STAGED WEIGHTS32 OVERLAP IN_ORDER OUT32".split():
+    for name in "THREADS MAX_SLICES MAX_SLOTS MAX_EXPERTS ROWS EXPERT IDS64 BIAS32 STAGED WEIGHTS32 OVERLAP IN_ORDER OUT32 BOXES".split():
         assert found[name] == getattr(linear_cuda, name), name
     assert (found["BM"], found["BK"]) == (linear_cuda.BOX_M, linear_cuda.BOX_K)
     assert f"sizeof(Params) == {ctypes.sizeof(Params)}" in text
