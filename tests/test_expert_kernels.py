@@ -638,6 +638,30 @@ def test_pairs_without_routes_get_exact_zeros(counts, rank, monkeypatch):
             assert_bits(db[0, e], torch.zeros_like(db[0, e]))
 
 
+def test_a_plan_of_more_tiles_than_there_can_be(monkeypatch):
+    """A damaged one: dA and its parts end where they end, in both kernels."""
+    c = gradient_case(tokens=300, top_k=1, ids=[[0]] * 300, experts=1, slots=1, adapters=False, features=40, out=24, rank=8, poison=False)
+    plan = reference.expert_plan(c.ids, None, 1, 1)
+    room = launch_experts.plan_room(300, 1, 1)
+    plan[301], plan[302 : 302 + room] = room, 0
+    made = []
+    empty = torch.empty
+
+    def guarded(*args, **kw):
+        t = empty(*args, **kw)
+        if not t.is_floating_point():
+            return t
+        whole = empty(t.numel() + 40_000, **kw).fill_(7)
+        made.append(whole[t.numel() :])
+        return whole[: t.numel()].view(t.shape)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    for halves in (True, False):
+        monkeypatch.setattr(launch_experts, "wgrad_takes_halves", lambda arch, halves=halves: halves)
+        kernels("delta_backward")(c.grad, *c.args(), None, None, plan, [False, True, True, False])
+    assert made and all(bool((rest == 7).all()) for rest in made)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_without_two_bf16(monkeypatch, form):
     """Ranks of whole vectors where the GPU's matrix unit does not read both operands from shared memory."""

@@ -288,6 +288,13 @@ def test_empty_routes(case, router_weight):
         assert_bits(g, torch.zeros_like(getattr(c, name)), name)
 
 
+def test_one_expert_and_several_routes_a_token():
+    """Its A is one for all routes of a token, and so is h: nothing of it is kept for the backward."""
+    c = layer(rank=8, experts=1, top_k=2, tokens=5, poison=False, ids=[[0, -1], [1, 0], [0, 1], [-1, -1], [0, -1]])
+    assert kernels("mlp_train")(*c.args())[2].numel() == 0
+    check(c)
+
+
 def test_some_experts_are_empty():
     for ids in ([[1, 2]] * 3, [[3, 3], [9, 3], [-7, 2**31 - 1]]):  # out of range counts as masked
         check(layer(ids=ids), str(ids))

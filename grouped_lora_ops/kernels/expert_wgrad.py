@@ -32,11 +32,11 @@ def tiles_around(head, tile, count, pair, RUN: tl.constexpr):
 
 
 @triton.jit
-def run_of_tile(plan, M, E, L, TILES, tile, ANY_SLOT: tl.constexpr, RUN: tl.constexpr):
+def run_of_tile(plan, M, E, L, TILES, tile, most, ANY_SLOT: tl.constexpr, RUN: tl.constexpr):
     """(pair, first, last, part, alone) of the run that begins with this tile of the plan: its places, its part, and whether it is all of
-    its pair. pair −1: no run with an adapter begins here."""
+    its pair. pair −1: no run with an adapter begins here. most: tiles that any ids can make, whatever the plan says; TILES: its room."""
     head = plan + M + E
-    count = tl.minimum(tl.load(head), TILES)
+    count = tl.minimum(tl.load(head), most)
     pair = pair_at(head, tile, count)
     new = pair_at(head, tile - 1, count) != pair
     places, its = tiles_around(head, tile, count, pair, RUN)
@@ -101,7 +101,7 @@ def expert_wgrad_kernel(
     w_last = tl.minimum(w_first + LOOP, w_blocks)
     group = tl.program_id(1) % GROUPS
     r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
-    pair, first, last, part, alone = run_of_tile(plan, M, E, L, TILES, tile, ANY_SLOT, RUN)
+    pair, first, last, part, alone = run_of_tile(plan, M, E, L, TILES, tile, tl.num_programs(0) // turns, ANY_SLOT, RUN)
     if pair < 0:
         return
     slot = pair % (L + 1)
@@ -175,7 +175,7 @@ def expert_wgrad_halves_kernel(
     tile = tl.program_id(0) // turns
     w_first = (tl.program_id(0) % turns) * LOOP
     w_last = tl.minimum(w_first + LOOP, w_blocks)
-    pair, first, last, part, alone = run_of_tile(plan, M, E, L, TILES, tile, False, RUN)
+    pair, first, last, part, alone = run_of_tile(plan, M, E, L, TILES, tile, tl.num_programs(0) // turns, False, RUN)
     if pair < 0:
         return
     SETS: tl.constexpr = GROUPS // MERGED
@@ -223,7 +223,7 @@ def expert_wgrad_sum_kernel(
     r = (tl.program_id(1) // GROUPS) * BLOCK_R + tl.arange(0, BLOCK_R)
     w = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     head = plan + M + E
-    count = tl.minimum(tl.load(head), TILES)
+    count = tl.minimum(tl.load(head), tl.num_programs(2) * RUN)  # of so many windows parts have room
     pair = pair_at(head, (window + 1) * RUN, count)
     if (pair < 0) | (pair >= E * (L + 1)):
         return

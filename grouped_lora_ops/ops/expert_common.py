@@ -23,6 +23,6 @@ def kept_shape(x: Tensor, lora_a: Tensor | None, lora_b: Tensor | None, ids: Ten
     if lora_a is None or x.dtype != torch.bfloat16:
         return (0,)
     slots, features, rank = lora_a.shape[0], lora_a.shape[-1], lora_a.shape[-2]
-    if not (lora_a.shape[1] == lora_b.shape[1] == experts and experts and slots and features and rank) or rank % 8:
+    if not (lora_a.shape[1] == lora_b.shape[1] == experts > 1 and slots and features and rank) or rank % 8:  # one A: h may be a token's
         return (0,)
     return ids.shape[0] * ids.shape[1], lora_a.shape[2] if lora_a.dim() == 5 else 1, 2, rank

@@ -35,9 +35,9 @@ def wanted(t: Tensor | None, need: bool, x: Tensor) -> Tensor:
     return driver.zeros(t.shape, t.dtype, t.device) if need else common.nothing(x)
 
 
-def wanted_of_pairs(name: str, factors: list[Tensor], needs: list[bool], to: Routing) -> list[Tensor]:
+def wanted_of_pairs(name: str, factors: list[Tensor], needs: list[bool], to: Routing, x: Tensor) -> list[Tensor]:
     """`wanted` for factors of every expert: zeros in the pairs that have no route, nothing yet in the others."""
-    made = [driver.empty(t.shape, t.dtype, t.device) if need else common.nothing(t) for t, need in zip(factors, needs)]
+    made = [driver.empty(t.shape, t.dtype, t.device) if need else common.nothing(x) for t, need in zip(factors, needs)]
     if filled := [t for t in made if t.numel()]:
         from ..kernels import expert_wgrad as kernels
 
@@ -137,7 +137,7 @@ def factor_grads(
     grad = outer(grad, b.shape[2])
     groups, rank = a.shape[2], a.shape[3]
     a_shared, b_shared = (factor.shape[1] == 1 and to.experts > 1 for factor in (a, b))
-    da, db = wanted_of_pairs(name, [lora_a, lora_b], [needs[0] and not a_shared, needs[1] and not b_shared], to)
+    da, db = wanted_of_pairs(name, [lora_a, lora_b], [needs[0] and not a_shared, needs[1] and not b_shared], to, x)
     if a_shared:
         da = wanted(lora_a, needs[0], x)
     if b_shared:
