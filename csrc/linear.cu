@@ -265,11 +265,9 @@ template <bool CLAIMS, u32 BN> __device__ __forceinline__ void find(const Params
 
 // --- fetching ---
 
-template <u32 N> struct Number { static constexpr u32 value = N; };
-
 // A piece of B: all of its columns of h at once (past the last one zeros, or the next group's, which meet zeros), or (transposed) as many.
 template <bool TRANSPOSED, u32 BN>
-__device__ __forceinline__ void fetch_factor(const Params &p, const Tile &t, const Piece &piece, u32 slot, u32 to, const u64 &full, Number<BN>) {
+__device__ __forceinline__ void fetch_factor(const Params &p, const Tile &t, const Piece &piece, u32 slot, u32 to, const u64 &full) {
     static constexpr u32 BOX = TRANSPOSED ? 64 : BN < 128 ? BN : 128;
     const u32 expert = p.b_e ? t.expert : 0, group = p.b_g ? t.w_group + piece.g : 0; // 0: one for all
     barrier_expect(shared_address(&full), TRANSPOSED ? min(p.rank_block, BK) * BN * 2 : Shared<BN>::W_BYTES);
@@ -327,7 +325,7 @@ __device__ __forceinline__ void fetch(const Params &p, Shared<BN> &s, u32 row_ti
                 const u32 slot = info.list[adapter];
                 const Piece piece = piece_of(p, rank_of(p, slot), i - before);
                 if (!(piece.part && twice(p))) {
-                    fetch_factor<TRANSPOSED>(p, t, piece, slot, shared_address(s.stages[stage]) + X_BYTES, s.full[stage], Number<BN>());
+                    fetch_factor<TRANSPOSED, BN>(p, t, piece, slot, shared_address(s.stages[stage]) + X_BYTES, s.full[stage]);
                     continue;
                 }
             }
@@ -457,6 +455,8 @@ __device__ __forceinline__ void gather(const Params &p, Shared<BN> &s, u32 row_t
 }
 
 // --- multiplying ---
+
+template <u32 N> struct Number { static constexpr u32 value = N; };
 
 // Takes Inf and NaN out of B as it lies in a stage, `width` columns of h; all multiplying threads meet here. Whether there was any.
 template <bool TRANSPOSED, u32 BN> __device__ __forceinline__ bool take_nonfinite(u32 at, u32 width) {
